@@ -1,7 +1,7 @@
 """The command line: `kvgraph COMMAND ...`, one command per stage.
 
-A command is a module of `kvgraph.commands` with `NAME`, `HELP`, `add_arguments` and `run`. Only the chosen one
-is imported, so that `kvgraph --help` needs none of the packages that the commands need.
+A command is a module of `kvgraph.commands` with `NAME`, `HELP`, `add_arguments` and `run`. Only the chosen
+one is imported, so that `kvgraph --help` needs none of the packages that the commands need.
 
 Exit codes: 0 done, 1 a comparison is out of its band, 2 bad input or environment (one line on stderr).
 """
