@@ -8,31 +8,57 @@ from typing import Any
 # Keys without influence on the logits.
 HARMLESS_KEYS = frozenset(
     {
-        # Keys without influence on the logits: bookkeeping, training, and what the runtime takes from other files.
-HARMLESS_KEYS = frozenset(
-    # Bookkeeping of the libraries that write config.json.
-    """
-    _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash
-    _flash_attn_2_enabled _from_model_config _name_or_path architectures attn_implementation is_llama_config
-    model_type name_or_path tokenizer_class transformers.js_config transformers_version unsloth_fixed
-    unsloth_version
-    """
-    # Training, classification heads and the form of a library call's result.
-    """
-    attention_dropout finetuning_task gradient_checkpointing id2label initializer_range label2id
-    neftune_noise_alpha num_labels output_attentions output_hidden_states output_scores prefix problem_type
-    return_dict return_dict_in_generate task_specific_params tf_legacy_loss tie_last_hidden_states torchscript
-    use_bfloat16 use_cache
-    """
-    # The same sums in another order.
-    """
-    chunk_size_feed_forward pretraining_tp
-    """
-    # Decoder-only models ignore these.
-    """
-    cross_attention_hidden_size decoder_start_token_id is_decoder max_sequence_length pad_token_id sep_token_id
-    """
-    # Old files carry generation settings; generation_config.json replaced them.
+        # Bookkeeping of the libraries that write config.json.
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_attn_implementation_internal",
+        "_commit_hash",
+        "_flash_attn_2_enabled",
+        "_from_model_config",
+        "_name_or_path",
+        "architectures",
+        "attn_implementation",
+        "is_llama_config",
+        "model_type",
+        "name_or_path",
+        "tokenizer_class",
+        "transformers.js_config",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        # Training, classification heads and the form of a library call's result.
+        "attention_dropout",
+        "finetuning_task",
+        "gradient_checkpointing",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "neftune_noise_alpha",
+        "num_labels",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "prefix",
+        "problem_type",
+        "return_dict",
+        "return_dict_in_generate",
+        "task_specific_params",
+        "tf_legacy_loss",
+        "tie_last_hidden_states",
+        "torchscript",
+        "use_bfloat16",
+        "use_cache",
+        # The same sums in another order.
+        "chunk_size_feed_forward",
+        "pretraining_tp",
+        # Decoder-only models ignore these.
+        "cross_attention_hidden_size",
+        "decoder_start_token_id",
+        "is_decoder",
+        "max_sequence_length",
+        "pad_token_id",
+        "sep_token_id",
+        # Old files carry generation settings; generation_config.json replaced them.
         "bad_words_ids",
         "begin_suppress_tokens",
         "diversity_penalty",
