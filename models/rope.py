@@ -165,7 +165,7 @@ def dynamic_inverse_frequencies(rope: RopeConfig, head_dim: int, total_length: t
     length = total_length.clamp(min=trained).to(torch.float32)
     stretch = rope.factor * length / trained - (rope.factor - 1)
     theta = rope.rope_theta * stretch ** (head_dim / (head_dim - 2))
-    return 1.0 / theta[:, None] ** _exponents(head_dim)
+    return 1.0 / theta.unsqueeze(-1) ** _exponents(head_dim)
 
 
 def _exponents(head_dim: int) -> torch.Tensor:
