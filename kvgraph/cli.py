@@ -18,6 +18,7 @@ from typing import NoReturn, Protocol, cast
 
 from kvgraph import __version__
 
+# Name and the line that `kvgraph --help` shows; written out here because importing a command may be slow.
 COMMANDS = {
     "export": "turn a checkpoint into a bundle: two ONNX graphs, their weights and a tokenizer",
     "build": "compile a bundle for a target: ONNX Runtime, TensorRT, TensorRT-RTX",
@@ -52,7 +53,12 @@ _EXTRAS = {
 
 
 class Command(Protocol):
-    """What a module of `kvgraph.commands` offers."""
+    """What a module of `kvgraph.commands` offers.
+
+    Attributes:
+        NAME: The word on the command line, and the module's name.
+        HELP: What `kvgraph NAME --help` says that it does.
+    """
 
     NAME: str
     HELP: str
@@ -86,11 +92,13 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help=debug_help)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
-        command = subparsers.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        command = subparsers.add_parser(name, help=summary, allow_abbrev=False)
         # Without a default of its own, so that it does not undo a --debug before the command.
         command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug_help)
         if name == chosen:
-            load_command(name).add_arguments(command)
+            module = load_command(name)
+            command.description = module.HELP
+            module.add_arguments(command)
     return parser
 
 
