@@ -1,0 +1,170 @@
+"""A checkpoint on disk: its configuration, its weights and what belongs to it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from kvgraph.models.config import DTYPES, ModelConfig
+from kvgraph.models.digest import sampled_digest
+from kvgraph.models.hub import fetch_snapshot, is_hub_id
+from kvgraph.models.shards import stored_tensors
+from kvgraph.models.strict_json import read_json_object
+from kvgraph.models.weights import WeightStream
+
+CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+# What goes into a bundle as it is.
+CARRIED_FILES = (
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    GENERATION_CONFIG_FILE,
+    "special_tokens_map.json",
+)
+# An argument with one of these endings is meant as a file, not as the name of a hub checkpoint.
+FILE_SUFFIXES = (".json", ".safetensors", ".gguf", ".bin", ".pt", ".pth", ".onnx")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSource:
+    """Where a checkpoint comes from.
+
+    Attributes:
+        kind: "directory", "hub", or "config" for a bare config.json.
+        name: The path or hub id as it was given.
+        revision: Commit of a hub checkpoint, else None.
+    """
+
+    kind: Literal["directory", "hub", "config"]
+    name: str
+    revision: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An opened checkpoint; nothing but its small JSON files is in memory.
+
+    Attributes:
+        directory: Where its files are.
+        config_json: config.json as it stands.
+        generation_config: generation_config.json, or {} without one.
+        source: Where it comes from.
+        config_file: The file that `config_json` is from.
+    """
+
+    directory: Path
+    config_json: dict[str, Any]
+    generation_config: dict[str, Any]
+    source: CheckpointSource
+    config_file: Path
+
+    @property
+    def config(self) -> ModelConfig:
+        """What the model is.
+
+        Raises:
+            ValueError: See `ModelConfig.from_hf`.
+        """
+        return ModelConfig.from_hf(self.config_json)
+
+    def weights(self) -> WeightStream:
+        """The weights, with every header checked.
+
+        Raises:
+            FileNotFoundError: A file of the weights is missing.
+            ValueError: A file is damaged, or this is a bare config.json.
+        """
+        if self.source.kind == "config":
+            raise ValueError(f"{self.config_file} is a configuration alone; give the checkpoint's directory")
+        return WeightStream(self.directory)
+
+    def dtype(self) -> str:
+        """Type to load the weights in: what config.json says, else the type of the first weight.
+
+        Raises:
+            ValueError: Neither says it.
+        """
+        if (said := self.config.dtype) is not None:
+            return said
+        if self.source.kind != "config":
+            weights = self.weights()
+            for name in weights.names:
+                stored = str(weights.spec(name).dtype).removeprefix("torch.")
+                if stored in DTYPES:
+                    return stored
+        raise ValueError(f"{self.config_file}: dtype is missing; name it there or with --dtype")
+
+    def tokenizer_files(self) -> list[Path]:
+        """The files that a bundle carries along: generation_config.json, tokenizer.json and what goes with it.
+
+        Vocabularies in other formats (tokenizer.model, vocab.json with merges.txt) are not carried, nor is what
+        goes with them; see `has_tokenizer`.
+        """
+        if self.source.kind == "config":
+            return []
+        names = CARRIED_FILES if self.has_tokenizer else (GENERATION_CONFIG_FILE,)
+        return [self.directory / name for name in names if (self.directory / name).is_file()]
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is a tokenizer.json to carry along."""
+        return self.source.kind != "config" and (self.directory / TOKENIZER_FILE).is_file()
+
+    def digest(self) -> str:
+        """SHA-256 that identifies the checkpoint; samples large weights, see `kvgraph.models.digest`."""
+        tensors = () if self.source.kind == "config" else stored_tensors(self.directory).values()
+        return sampled_digest([self.config_file, *self.tokenizer_files()], tensors)
+
+
+def open_checkpoint(source: str | Path, revision: str | None = None, *, weights: bool = True) -> Checkpoint:
+    """Open a checkpoint directory, a hub checkpoint, or a bare config.json.
+
+    Args:
+        source: Path of a directory or a config.json, or else a hub id.
+        revision: Branch, tag or commit of a hub checkpoint.
+        weights: Whether to fetch a hub checkpoint's weights, too.
+
+    Raises:
+        FileNotFoundError: There is no such path, or no config.json in it.
+        OSError: Fetching from the hub failed.
+        ValueError: A JSON file is malformed, or `source` is another kind of file.
+    """
+    path = Path(source)
+    if path.exists():
+        if revision is not None:
+            raise ValueError(
+                f"revision {revision!r} is for hub checkpoints, but {path} is on disk; leave it out"
+            )
+        return (
+            _open_file(path)
+            if path.is_file()
+            else _open_directory(path, CheckpointSource("directory", str(source)))
+        )
+    if isinstance(source, Path) or _looks_like_a_path(source):
+        raise FileNotFoundError(f"no such directory: {source}")
+    directory, commit = fetch_snapshot(source, revision, weights=weights)
+    return _open_directory(directory, CheckpointSource("hub", source, commit))
+
+
+def _open_directory(directory: Path, source: CheckpointSource) -> Checkpoint:
+    config = directory / CONFIG_FILE
+    if not config.is_file():
+        raise FileNotFoundError(f"{directory}: no {CONFIG_FILE}; expected a Hugging Face checkpoint")
+    generation = directory / GENERATION_CONFIG_FILE
+    generation_config = read_json_object(generation) if generation.is_file() else {}
+    return Checkpoint(directory, read_json_object(config), generation_config, source, config)
+
+
+def _open_file(path: Path) -> Checkpoint:
+    if path.suffix != ".json":
+        raise ValueError(f"{path} is a file; give the directory of a checkpoint, or a config.json")
+    return Checkpoint(path.parent, read_json_object(path), {}, CheckpointSource("config", str(path)), path)
+
+
+def _looks_like_a_path(text: str) -> bool:
+    starts = text.startswith((".", "~", os.sep))
+    return starts or text.endswith((*FILE_SUFFIXES, "/", os.sep)) or not is_hub_id(text)
