@@ -4,7 +4,7 @@ VENV   ?= .venv
 # Pinned, and installed first: of this version pip prefers a CPU build where the package index has one, and CUDA
 # packages are not needed here. To name such an index: make test TORCH='torch==2.13.0 --index-url URL'
 TORCH  ?= torch==2.13.0
-BIN    := $(abspath $(VENV))/bin
+BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 DEMO   := out/tiny
 
@@ -20,13 +20,13 @@ help:
 
 demo: $(READY)
 	@echo "# 1. Trace the checkpoint: prefill.onnx, decode.onnx and their one weights file."
-	$(VENV)/bin/kvgraph export tests/tiny_model/model -o $(DEMO) --force
+	$(BIN)/kvgraph export tests/tiny_model/model -o $(DEMO) --force
 	@echo "# 2. Does ONNX Runtime compute what PyTorch computes, at every step?"
-	$(VENV)/bin/kvgraph compare $(DEMO) --checkpoint tests/tiny_model/model
+	$(BIN)/kvgraph compare $(DEMO) --checkpoint tests/tiny_model/model
 	@echo "# 3. Build a TensorRT-RTX engine for SM89 from the same two files; this needs no GPU."
-	$(VENV)/bin/kvgraph build $(DEMO) --target tensorrt-rtx --compute-capability 89
+	$(BIN)/kvgraph build $(DEMO) --target tensorrt-rtx --compute-capability 89
 	@echo "# 4. Write."
-	$(VENV)/bin/kvgraph run $(DEMO) --prompt 'Once upon a time'
+	$(BIN)/kvgraph run $(DEMO) --prompt 'Once upon a time'
 
 test: lint
 	$(BIN)/pytest -m 'not slow'
@@ -39,7 +39,7 @@ lint: $(READY) typing-tree
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy .typing/kvgraph
-	cd .typing && $(BIN)/lint-imports --no-logo ../pyproject.toml
+	cd .typing && $(abspath $(BIN))/lint-imports --no-logo ../pyproject.toml
 
 # The packages as they are imported, kvgraph.models and so on: what tools see that cannot follow the editable
 # install, which maps the folders at the top.
