@@ -1,0 +1,151 @@
+"""The bundle: a directory with two graphs, one weights file, a tokenizer, and `bundle.json` that describes them.
+
+This reader imports neither torch nor onnx; what writes bundles is in `kvgraph.export.writer`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvgraph.export.contract import GRAPHS, Contract, GraphName, graph_file
+
+SCHEMA_VERSION = 1
+BUNDLE_FILE = "bundle.json"
+TARGETS = "targets"
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """Size in bytes and sha256 of a file of the bundle."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """What bundle.json says, and where it is.
+
+    Attributes:
+        path: The directory.
+        schema_version: Version of bundle.json's form.
+        tool_version: kvgraph that wrote it.
+        model_type: Family.
+        config: `ModelConfig.to_json()` of the model.
+        dtype: Type of weights, activations and cache: "float32", "float16" or "bfloat16".
+        residual_dtype: Type of the residual stream.
+        contract: What the graphs promise.
+        recipe: The quantization recipe, None for a float bundle.
+        source: Kind, name, revision and digest of the checkpoint.
+        weights: Tensor name -> its dtype, shape, source name and whether it is transposed.
+        files: Name -> size and sha256 of every file except bundle.json and targets.
+        versions: Packages that made the bundle.
+    """
+
+    path: Path
+    schema_version: int
+    tool_version: str
+    model_type: str
+    config: Mapping[str, Any]
+    dtype: str
+    residual_dtype: str
+    contract: Contract
+    recipe: Mapping[str, Any] | None
+    source: Mapping[str, Any]
+    weights: Mapping[str, Mapping[str, Any]]
+    files: Mapping[str, FileEntry]
+    versions: Mapping[str, str]
+
+    def graph_path(self, graph: GraphName) -> Path:
+        """The ONNX file of a graph."""
+        return self.path / graph_file(graph)
+
+    def target_path(self, name: str) -> Path:
+        """Where `kvgraph build --target name` puts its work."""
+        return self.path / TARGETS / name
+
+    def digest(self) -> str:
+        """sha256 over the names and hashes of the graphs and the weights: what a target is built from."""
+        graphs = [graph_file(graph) for graph in GRAPHS]
+        parts = [f"{name}:{self.files[name].sha256}" for name in [*graphs, "weights.safetensors"] if name in self.files]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """bundle.json's content."""
+        data = {key: value for key, value in asdict(self).items() if key != "path"}
+        return {**data, "contract": self.contract.to_json()}
+
+    @classmethod
+    def open(cls, path: str | Path, verify: bool = False) -> Bundle:
+        """Read and check a bundle: sizes always, hashes on request.
+
+        Args:
+            path: The directory.
+            verify: Also hash every file.
+
+        Raises:
+            FileNotFoundError: There is no such directory, or it holds no bundle.json.
+            ValueError: The bundle is of a newer schema, incomplete or changed.
+        """
+        path = Path(path)
+        bundle = cls._parse(path, _read_json(path))
+        for name, entry in bundle.files.items():
+            _check_file(path, name, entry, verify)
+        return bundle
+
+    @classmethod
+    def _parse(cls, path: Path, data: dict[str, Any]) -> Bundle:
+        version = data.get("schema_version")
+        if not isinstance(version, int) or version > SCHEMA_VERSION:
+            raise ValueError(
+                f"{path / BUNDLE_FILE}: schema version {version!r}, this kvgraph reads up to {SCHEMA_VERSION}; "
+                f"install kvgraph {data.get('tool_version', '(unknown)')} or newer"
+            )
+        try:
+            files = {name: FileEntry(**entry) for name, entry in data["files"].items()}
+            contract = Contract.from_json(data["contract"])
+            return cls(**{**data, "path": path, "files": files, "contract": contract})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path / BUNDLE_FILE}: not a bundle description ({error}); export it again") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: no such bundle; make one with kvgraph export CHECKPOINT -o {path}")
+    file = path / BUNDLE_FILE
+    if not file.is_file():
+        raise FileNotFoundError(f"{path}: holds no {BUNDLE_FILE}, so it is not a finished bundle; export it again")
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: not valid JSON ({error}); export the bundle again") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{file}: holds a {type(data).__name__}, expected an object; export the bundle again")
+    return data
+
+
+def _check_file(path: Path, name: str, entry: FileEntry, verify: bool) -> None:
+    """A listed file lies inside the bundle, has its size and, on request, its hash."""
+    file = path / name
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{path / BUNDLE_FILE}: file {name!r} leaves the bundle; refused")
+    if not file.is_file():
+        raise ValueError(f"{file}: missing, though {BUNDLE_FILE} lists it; copy the whole directory or export again")
+    size = file.stat().st_size
+    if size != entry.size:
+        raise ValueError(f"{file}: {size} bytes, {BUNDLE_FILE} says {entry.size}; the file is damaged, export again")
+    if verify and (found := hash_file(file)) != entry.sha256:
+        raise ValueError(
+            f"{file}: sha256 {found}, {BUNDLE_FILE} says {entry.sha256}; the file was changed, export again"
+        )
+
+
+def hash_file(path: Path) -> str:
+    """sha256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

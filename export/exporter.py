@@ -1,0 +1,222 @@
+"""`kvgraph export`: a checkpoint to a canonical bundle."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import kvgraph
+from kvgraph.export.assemble import assemble
+from kvgraph.export.bundle import BUNDLE_FILE, SCHEMA_VERSION, Bundle, FileEntry, hash_file
+from kvgraph.export.contract import GRAPHS, Contract, GraphName, graph_file, hidden_state, scatter_state
+from kvgraph.export.trace import TracedDecoder, fake_decoder, trace_decoder
+from kvgraph.export.weight_bytes import as_bytes, check_tied, weight_pieces
+from kvgraph.export.weights_file import WEIGHTS_FILE, WeightLayout, plan_layout, write_weights
+from kvgraph.export.writer import writing_directory
+from kvgraph.models.checkpoint import Checkpoint
+from kvgraph.models.config import DTYPES, ModelConfig
+from kvgraph.models.family import family
+from kvgraph.models.layers import Precision
+from kvgraph.models.sources import WeightPlan, parameter_dtypes, plan_weights
+from kvgraph.models.weights import WeightStream
+
+_PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript")
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What an export may be asked for.
+
+    Attributes:
+        dtype: Type of weights, activations and cache; None takes the checkpoint's.
+        residual_dtype: Type of the residual stream; None is `dtype`.
+        capacity: T as a number written into the graphs; None leaves it symbolic.
+        weights: Whether to write the weights; without them a bare config.json is enough.
+        debug_outputs: Make the residual stream before each layer and after the last a graph output.
+    """
+
+    dtype: str | None = None
+    residual_dtype: str | None = None
+    capacity: int | None = None
+    weights: bool = True
+    debug_outputs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TracedModel:
+    """Everything that tracing learns, before a weight is read."""
+
+    contract: Contract
+    layer_kinds: tuple[str, ...]
+    graphs: Mapping[GraphName, TracedDecoder]
+    constants: Mapping[str, Tensor]
+    parameters: Mapping[str, tuple[str, tuple[int, ...]]]
+    weights: WeightPlan
+
+
+def export_checkpoint(
+    checkpoint: Checkpoint, output: str | Path, options: ExportOptions | None = None, *, force: bool = False
+) -> Bundle:
+    """Trace a checkpoint and write its bundle; nothing is left behind where that fails.
+
+    Args:
+        checkpoint: From `open_checkpoint`.
+        output: The bundle's directory.
+        options: See `ExportOptions`.
+        force: Replace a bundle that is there.
+
+    Raises:
+        ValueError: The checkpoint or an option is wrong; the message says what and how to mend it.
+        FileExistsError: `output` exists and `force` is off.
+    """
+    options = options or ExportOptions()
+    config = checkpoint.config
+    dtype = _known_dtype(options.dtype or checkpoint.dtype(), "dtype")
+    residual_dtype = _known_dtype(options.residual_dtype or dtype, "residual_dtype")
+    _check_capacity(options.capacity, config)
+    with writing_directory(output, BUNDLE_FILE, force) as directory:
+        precision = Precision(getattr(torch, dtype), getattr(torch, residual_dtype))
+        stream = checkpoint.weights() if options.weights else None
+        traced = trace_model(config, precision, dtype, options.capacity, stream)
+        layout = plan_layout(traced.parameters)
+        _write_graphs(directory, traced, layout, options.debug_outputs)
+        hashes = {}
+        if stream is not None:
+            hashes[WEIGHTS_FILE] = _write_weights(directory / WEIGHTS_FILE, stream, traced, layout)
+        for file in checkpoint.tokenizer_files():
+            shutil.copyfile(file, directory / file.name)
+        _check_graphs(directory, options.weights)
+        bundle = _describe(directory, checkpoint, config, traced, dtype, residual_dtype, hashes)
+        text = json.dumps(bundle.to_json(), indent=1, ensure_ascii=False)
+        (directory / BUNDLE_FILE).write_text(text + "\n", encoding="utf-8")
+    return Bundle.open(output)
+
+
+def trace_model(
+    config: ModelConfig,
+    precision: Precision,
+    dtype: str,
+    capacity: int | None,
+    stream: WeightStream | None,
+) -> TracedModel:
+    """Trace both graphs; where there is a checkpoint, it is checked against the model first."""
+    with fake_decoder(config, precision) as decoder:
+        weights = plan_weights(family(config.model_type), decoder)
+        if stream is not None:
+            stream.check(weights.expected(), weights.dropped | weights.tied.keys())
+            check_tied(stream, weights)
+        dtypes = parameter_dtypes(decoder)
+        graphs = {graph: trace_decoder(decoder, graph) for graph in _progress(GRAPHS, "tracing")}
+        parameters = {name: (dtypes[name], tuple(p.shape)) for name, p in decoder.named_parameters()}
+        contract = Contract(
+            vocab_size=config.vocab_size,
+            num_layers=len(decoder.layer_kinds),
+            max_positions=config.max_position_embeddings,
+            takes_new_length=decoder.takes_new_length,
+            state=scatter_state(decoder.kv_shapes, dtype, capacity),
+        )
+        layer_kinds = decoder.layer_kinds
+    return TracedModel(contract, layer_kinds, graphs, decoder.constants, parameters, weights)
+
+
+def _known_dtype(name: str, option: str) -> str:
+    if name not in DTYPES:
+        raise ValueError(f"{option} is {name!r}, expected one of {', '.join(DTYPES)}")
+    return name
+
+
+def _check_capacity(capacity: int | None, config: ModelConfig) -> None:
+    if capacity is not None and not 2 <= capacity <= config.max_position_embeddings:
+        raise ValueError(
+            f"capacity is {capacity}, expected 2 to {config.max_position_embeddings}, the positions of the model"
+        )
+
+
+def _write_graphs(directory: Path, traced: TracedModel, layout: WeightLayout, debug_outputs: bool) -> None:
+    constants = {name: ir.tensor(value.numpy(), name=name) for name, value in traced.constants.items()}
+    for graph in GRAPHS:
+        model = assemble(
+            traced.graphs[graph], graph, traced.contract, traced.layer_kinds, layout, constants
+        )
+        if debug_outputs:
+            expose_hidden_states(model, traced.contract.num_layers)
+        (directory / graph_file(graph)).write_bytes(ir.to_proto(model).SerializeToString())
+
+
+def expose_hidden_states(model: ir.Model, num_layers: int) -> None:
+    """Make the residual stream before each layer and after the last an output of the graph."""
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    model.graph.outputs.extend(values[hidden_state(layer)] for layer in range(num_layers + 1))
+
+
+def _write_weights(path: Path, stream: WeightStream, traced: TracedModel, layout: WeightLayout) -> str:
+    def tensors() -> Iterator[tuple[str, Iterator[memoryview]]]:
+        with tqdm(total=layout.size, desc="weights", unit="B", unit_scale=True, disable=None) as bar:
+            for name, stored in layout.tensors.items():
+                dtype = getattr(torch, stored.dtype)
+                yield name, as_bytes(weight_pieces(stream, name, traced.weights.sources[name], dtype))
+                bar.update(stored.size)
+
+    return write_weights(path, layout, tensors())
+
+
+def _check_graphs(directory: Path, weights: bool) -> None:
+    """The ONNX checker with full shape inference; with weights also on where external data point."""
+    for graph in GRAPHS:
+        path = directory / graph_file(graph)
+        onnx.checker.check_model(str(path) if weights else path.read_bytes(), full_check=True)
+
+
+def _describe(
+    directory: Path,
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    traced: TracedModel,
+    dtype: str,
+    residual_dtype: str,
+    hashes: Mapping[str, str],
+) -> Bundle:
+    """bundle.json of a filled directory; `hashes` are those known from writing."""
+    weights = {
+        name: {
+            "dtype": stored_dtype,
+            "shape": list(shape),
+            "source": traced.weights.sources[name].name,
+            "transposed": traced.weights.sources[name].transpose,
+        }
+        for name, (stored_dtype, shape) in traced.parameters.items()
+    }
+    files = {
+        file.name: FileEntry(file.stat().st_size, hashes.get(file.name) or hash_file(file))
+        for file in sorted(directory.iterdir())
+        if not file.name.startswith(".")
+    }
+    return Bundle(
+        path=directory,
+        schema_version=SCHEMA_VERSION,
+        tool_version=kvgraph.__version__,
+        model_type=config.model_type,
+        config=config.to_json(),
+        dtype=dtype,
+        residual_dtype=residual_dtype,
+        contract=traced.contract,
+        recipe=None,
+        source={**asdict(checkpoint.source), "digest": checkpoint.digest()},
+        weights=weights,
+        files=files,
+        versions={package: version(package) for package in _PACKAGES},
+    )
+
+
+def _progress(graphs: tuple[GraphName, ...], description: str) -> Iterator[GraphName]:
+    yield from tqdm(graphs, desc=description, unit="graph", disable=None)

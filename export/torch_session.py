@@ -1,0 +1,152 @@
+"""PyTorch behind the session protocol: the reference that compiled graphs are compared with."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvgraph.export.contract import Contract, past_key, past_value, scatter_state
+from kvgraph.export.weight_bytes import check_tied, weight_pieces
+from kvgraph.models.checkpoint import Checkpoint
+from kvgraph.models.decoder import Decoder
+from kvgraph.models.family import family
+from kvgraph.models.layers import Precision
+from kvgraph.models.sources import plan_weights
+from kvgraph.runtime.checks import check_step
+from kvgraph.runtime.session import Cache, Floats, Ids, SessionInfo
+
+
+class TorchCache:
+    """Cache buffers as torch tensors; the whole limit is allocated at once."""
+
+    def __init__(self, contract: Contract, dtype: torch.dtype, batch_size: int, limit: int) -> None:
+        self.batch_size = batch_size
+        self.limit = limit
+        self.names = [tensor.name for tensor in contract.state]
+        self.buffers = {
+            tensor.name: torch.zeros(batch_size, int(tensor.shape[1]), limit, int(tensor.shape[3]), dtype=dtype)
+            for tensor in contract.state
+        }
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a row."""
+        return self.limit
+
+    def reserve(self, slots: int) -> None:
+        """See `Cache.reserve`."""
+        if slots > self.limit:
+            raise ValueError(f"cache: {slots} slots are asked for, the limit is {self.limit}")
+
+    def read(self, name: str) -> Floats:
+        """See `Cache.read`."""
+        return self.buffers[name].to(torch.float32).numpy().copy()
+
+    def reset(self) -> None:
+        """See `Cache.reset`."""
+        for buffer in self.buffers.values():
+            buffer.zero_()
+
+
+class TorchSession:
+    """A checkpoint in eager torch on the CPU."""
+
+    def __init__(self, decoder: Decoder, source: str) -> None:
+        self._decoder = decoder
+        self._source = source
+        self._hidden: tuple[Floats, ...] = ()
+        config = decoder.config
+        self._dtype = decoder.precision.compute
+        self._contract = Contract(
+            vocab_size=config.vocab_size,
+            num_layers=len(decoder.layer_kinds),
+            max_positions=config.max_position_embeddings,
+            takes_new_length=decoder.takes_new_length,
+            state=scatter_state(decoder.kv_shapes, str(self._dtype).removeprefix("torch.")),
+        )
+
+    @classmethod
+    def open(
+        cls, checkpoint: Checkpoint, dtype: str = "float32", residual_dtype: str | None = None
+    ) -> TorchSession:
+        """Load every weight of a checkpoint.
+
+        Raises:
+            ValueError: The checkpoint is damaged or does not fit its config.
+        """
+        config = checkpoint.config
+        precision = Precision(getattr(torch, dtype), getattr(torch, residual_dtype or dtype))
+        with torch.device("meta"):
+            decoder = family(config.model_type).build(config, precision)
+        plan, stream = plan_weights(family(config.model_type), decoder), checkpoint.weights()
+        stream.check(plan.expected(), plan.dropped | plan.tied.keys())
+        check_tied(stream, plan)
+        state = {
+            name: torch.cat(list(weight_pieces(stream, name, plan.sources[name], parameter.dtype)))
+            for name, parameter in decoder.named_parameters()
+        }
+        decoder.load_state_dict(state, assign=True)
+        decoder.requires_grad_(False)
+        return cls(decoder, str(checkpoint.directory))
+
+    @property
+    def contract(self) -> Contract:
+        """See `Session.contract`."""
+        return self._contract
+
+    @property
+    def info(self) -> SessionInfo:
+        """See `Session.info`."""
+        dtype = str(self._dtype).removeprefix("torch.")
+        return SessionInfo("torch", torch.__version__, "cpu", dtype, self._source)
+
+    def allocate_cache(self, batch_size: int, limit: int | None = None) -> TorchCache:
+        """See `Session.allocate_cache`."""
+        return TorchCache(self._contract, self._dtype, batch_size, limit or self._contract.max_positions)
+
+    def prefill(
+        self,
+        cache: Cache,
+        input_ids: Ids,
+        past_length: Ids,
+        logit_positions: Ids,
+        new_length: Ids | None = None,
+    ) -> Floats:
+        """See `Session.prefill`."""
+        step = check_step(
+            self._contract, cache.batch_size, cache.limit, input_ids, past_length, logit_positions, new_length
+        )
+        return self._run(cache, step.input_ids, step.past_length, step.logit_positions, step.new_length)
+
+    def decode(self, cache: Cache, input_ids: Ids, past_length: Ids) -> Floats:
+        """See `Session.decode`."""
+        step = check_step(self._contract, cache.batch_size, cache.limit, input_ids, past_length)
+        return self._run(cache, step.input_ids, step.past_length, None, step.new_length)
+
+    def hidden_states(self) -> tuple[Floats, ...]:
+        """See `Session.hidden_states`; torch always has them."""
+        if not self._hidden:
+            raise RuntimeError("no step has been run yet")
+        return self._hidden
+
+    def _run(
+        self, cache: Cache, input_ids: Ids, past_length: Ids, positions: Ids | None, new_length: Ids | None
+    ) -> Floats:
+        if not isinstance(cache, TorchCache):
+            raise TypeError(f"cache is a {type(cache).__name__}, expected one that this session allocated")
+        layers = range(self._contract.num_layers)
+        past = [(cache.buffers[past_key(layer)], cache.buffers[past_value(layer)]) for layer in layers]
+        with torch.inference_mode():
+            logits, presents, stream = self._decoder(
+                torch.from_numpy(input_ids), torch.from_numpy(past_length), past, _tensor(positions), _tensor(new_length)
+            )
+        for layer, (key, value) in enumerate(presents):
+            cache.buffers[past_key(layer)], cache.buffers[past_value(layer)] = key, value
+        self._hidden = tuple(hidden.to(torch.float32).numpy() for hidden in stream)
+        result: Floats = logits.numpy()
+        return result
+
+
+def _tensor(array: Ids | None) -> Tensor | None:
+    return None if array is None else torch.from_numpy(np.ascontiguousarray(array))

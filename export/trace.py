@@ -1,0 +1,194 @@
+"""Tracing: each piece of a decoder becomes one small ONNX graph.
+
+Pieces are traced under fake tensors, with every symbolic dimension at a size of two or more (the tracer freezes 0 and
+1) and distinct sizes, so that two dimensions that differ in meaning are never taken for one.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kvgraph.export import contract as names
+from kvgraph.export.contract import GraphName
+from kvgraph.export.passes.canonicalize import canonicalize
+from kvgraph.export.translate import OPSET, translation_table
+from kvgraph.models.config import ModelConfig
+from kvgraph.models.decoder import Decoder
+from kvgraph.models.family import family
+from kvgraph.models.layers import Precision
+
+# Traced sizes of the symbolic dimensions; any distinct numbers >= 2 that no real dimension is derived from.
+_SIZES = {names.BATCH: 3, names.NEW_TOKENS: 5, names.LOGIT_ROWS: 4, names.CAPACITY: 37}
+
+Shape = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """An input of a piece: name, dtype, shape with letters for symbolic dimensions."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class TracedDecoder:
+    """The pieces of one graph.
+
+    Attributes:
+        prelude: (input_ids, past_length, past_key[, new_length]) -> (hidden, *shared).
+        layers: Kind -> (hidden, past_length, past_key, past_value, *shared) -> (hidden, key, value).
+        head: (hidden[, logit_positions]) -> (logits,).
+    """
+
+    prelude: ir.Graph
+    layers: dict[str, ir.Graph]
+    head: ir.Graph
+
+
+@contextmanager
+def fake_decoder(config: ModelConfig, precision: Precision) -> Iterator[Decoder]:
+    """The module with parameters that have shapes and types and no data; trace it inside the `with` block."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        yield family(config.model_type).build(config, precision)
+
+
+def trace_decoder(decoder: Decoder, graph: GraphName) -> TracedDecoder:
+    """Trace the prelude, one layer of each kind, and the head of a decoder from `fake_decoder`.
+
+    Args:
+        decoder: What to trace.
+        graph: "decode" fixes S = 1 and asks for no `logit_positions`.
+    """
+    new_tokens: str | int = names.NEW_TOKENS if graph == "prefill" else 1
+    hidden = Argument("hidden_states", decoder.precision.residual, (names.BATCH, new_tokens, decoder.hidden_size))
+    past_length = Argument(names.PAST_LENGTH, torch.int64, (names.BATCH,))
+    prelude = decoder.prelude()
+    arguments = [
+        Argument(names.INPUT_IDS, torch.int64, (names.BATCH, new_tokens)),
+        past_length,
+        _buffer(decoder, 0, "past_key"),
+        *(Argument(name, value.dtype, tuple(value.shape)) for name, value in decoder.constants.items()),
+    ]
+    if decoder.takes_new_length:
+        arguments.append(Argument(names.NEW_LENGTH, torch.int64, (names.BATCH,)))
+    traced_prelude = trace(prelude, arguments)
+    shared = [
+        Argument(name, ir.tensor_adapters.to_torch_dtype(value.dtype), _shape(value))
+        for name, value in zip(prelude.shared_names, traced_prelude.outputs[1:], strict=True)
+    ]
+    layers = {}
+    for kind in dict.fromkeys(decoder.layer_kinds):
+        index = decoder.layer_kinds.index(kind)
+        buffers = [_buffer(decoder, index, "past_key"), _buffer(decoder, index, "past_value")]
+        layers[kind] = trace(decoder.model.layers[index], [hidden, past_length, *buffers, *shared])
+    rows = [Argument(names.LOGIT_POSITIONS, torch.int64, (names.BATCH, names.LOGIT_ROWS))]
+    head = trace(decoder.head(), [hidden, *(rows if graph == "prefill" else [])])
+    return TracedDecoder(traced_prelude, layers, head)
+
+
+def trace(module: nn.Module, arguments: Sequence[Argument]) -> ir.Graph:
+    """One module, called by keyword, as an ONNX graph whose symbolic dimensions carry the letters of `arguments`."""
+    inputs = tuple(_empty(argument) for argument in arguments)
+    dims = {letter: torch.export.Dim(letter, min=2) for letter in _SIZES}
+    dynamic = tuple(
+        {axis: dims[dim] for axis, dim in enumerate(argument.shape) if isinstance(dim, str)}
+        for argument in arguments
+    )
+    with _quiet():
+        program = torch.export.export(
+            _ByKeyword(module, [argument.name for argument in arguments]),
+            inputs,
+            dynamic_shapes={"arguments": dynamic},
+            strict=False,
+        )
+        onnx_program = torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=OPSET,
+            optimize=False,
+            verbose=False,
+            custom_translation_table=translation_table(),
+        )
+    assert onnx_program is not None
+    graph = onnx_program.model.graph
+    _name_dimensions(graph, arguments)
+    canonicalize(graph)
+    return graph
+
+
+class _ByKeyword(nn.Module):
+    """A module under a signature of positional arguments, whatever its own is."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.traced = module
+        self.names = tuple(names)
+
+    def forward(self, *arguments: Tensor) -> tuple[Tensor, ...] | Tensor:
+        result: tuple[Tensor, ...] | Tensor = self.traced(**dict(zip(self.names, arguments, strict=True)))
+        return result
+
+
+def _buffer(decoder: Decoder, layer: int, name: str) -> Argument:
+    heads, head_dim = decoder.kv_shapes[layer]
+    return Argument(name, decoder.precision.compute, (names.BATCH, heads, names.CAPACITY, head_dim))
+
+
+def _empty(argument: Argument) -> Tensor:
+    shape = [dim if isinstance(dim, int) else _SIZES[dim] for dim in argument.shape]
+    return torch.empty(shape, dtype=argument.dtype)
+
+
+def _shape(value: ir.Value) -> Shape:
+    """The shape of a traced value, with letters; every dimension of an input or output is known."""
+    assert value.shape is not None
+    dims = [dim if isinstance(dim, int) else dim.value for dim in value.shape]
+    assert all(dim is not None for dim in dims), f"{value.name}: {value.shape}"
+    return tuple(dim for dim in dims if dim is not None)
+
+
+def _name_dimensions(graph: ir.Graph, arguments: Sequence[Argument]) -> None:
+    """Replace the tracer's symbols ("s27") by the contract's letters; forget dimensions that are expressions."""
+    letters: dict[str | None, str] = {}
+    for value, argument in zip(graph.inputs, arguments, strict=True):
+        assert value.shape is not None
+        for found, dim in zip(value.shape, argument.shape, strict=True):
+            assert isinstance(found, ir.SymbolicDim) == isinstance(dim, str), f"{argument.name}: {value.shape}"
+            if isinstance(found, ir.SymbolicDim) and isinstance(dim, str):
+                letters[found.value] = dim
+    for value in _values(graph):
+        if value.shape is not None:
+            value.shape = ir.Shape(
+                [dim if isinstance(dim, int) else letters.get(dim.value) for dim in value.shape]
+            )
+
+
+def _values(graph: ir.Graph) -> Iterator[ir.Value]:
+    yield from graph.inputs
+    for node in graph:
+        yield from node.outputs
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter's notes on packages that it looks for, and on its own internals, out of our output."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,131 @@
+"""One `weights.safetensors` for all graphs: valid for any safetensors tool, and the graphs' ONNX external data.
+
+The file is laid out before the first byte is written, from names, dtypes and shapes alone, so that the graphs can
+point into it and the tensors can be streamed. Wider elements come first and the header is padded, so every tensor
+starts on a multiple of its element size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+WEIGHTS_FILE = "weights.safetensors"
+
+# ONNX-style dtype -> (safetensors dtype, elements per byte numerator/denominator as bits)
+_SAFETENSORS = {
+    "float64": ("F64", 64),
+    "float32": ("F32", 32),
+    "float16": ("F16", 16),
+    "bfloat16": ("BF16", 16),
+    "float8_e4m3fn": ("F8_E4M3", 8),
+    "int64": ("I64", 64),
+    "int32": ("I32", 32),
+    "int8": ("I8", 8),
+    "uint8": ("U8", 8),
+    # Two elements a byte, low half first; safetensors tools see the bytes as one dimension.
+    "int4": ("U8", 4),
+    "uint4": ("U8", 4),
+    "float4_e2m1": ("U8", 4),
+}
+_DATA_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor's place in the file.
+
+    Attributes:
+        name: Name in the graphs and in the file.
+        dtype: ONNX-style dtype, "float16" or "int4".
+        shape: Logical shape.
+        offset: First byte, counted from the start of the file.
+        size: Bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLayout:
+    """The whole file, decided before it is written.
+
+    Attributes:
+        header: Everything before the first tensor.
+        tensors: Name -> place, in file order.
+        size: Bytes of the file.
+    """
+
+    header: bytes
+    tensors: Mapping[str, StoredTensor]
+    size: int
+
+
+def plan_layout(specs: Mapping[str, tuple[str, tuple[int, ...]]]) -> WeightLayout:
+    """Lay out a file for `specs`, name -> (dtype, shape)."""
+    order = sorted(specs, key=lambda name: -_SAFETENSORS[specs[name][0]][1])
+    entries: dict[str, dict[str, object]] = {}
+    end = 0
+    for name in order:
+        dtype, shape = specs[name]
+        code, bits = _SAFETENSORS[dtype]
+        size = (math.prod(shape) * bits + 7) // 8
+        visible = list(shape) if bits >= 8 else [size]
+        entries[name] = {"dtype": code, "shape": visible, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _DATA_ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    tensors, start = {}, len(header)
+    for name in order:
+        dtype, shape = specs[name]
+        size = (math.prod(shape) * _SAFETENSORS[dtype][1] + 7) // 8
+        tensors[name] = StoredTensor(name, dtype, shape, start, size)
+        start += size
+    return WeightLayout(header, tensors, start)
+
+
+def write_weights(
+    path: Path, layout: WeightLayout, tensors: Iterable[tuple[str, Iterator[memoryview]]]
+) -> str:
+    """Stream every tensor to `path` in layout order and return the file's sha256.
+
+    Args:
+        path: New file.
+        layout: Where everything goes.
+        tensors: (name, its bytes in pieces), in the order of `layout.tensors`.
+
+    Raises:
+        ValueError: The tensors are not those of the layout.
+    """
+    digest = hashlib.sha256()
+    names = iter(layout.tensors.values())
+    with path.open("xb") as file:
+        for piece in (layout.header,):
+            file.write(piece)
+            digest.update(piece)
+        for name, pieces in tensors:
+            expected = next(names, None)
+            if expected is None or expected.name != name:
+                raise ValueError(f"{path.name}: tensor {name!r} comes where the layout has {expected}")
+            written = 0
+            for chunk in pieces:
+                file.write(chunk)
+                digest.update(chunk)
+                written += chunk.nbytes
+            if written != expected.size:
+                raise ValueError(f"{path.name}: {name!r} has {written} bytes, the layout says {expected.size}")
+        if (missing := next(names, None)) is not None:
+            raise ValueError(f"{path.name}: tensor {missing.name!r} was not written")
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()

@@ -1,0 +1,162 @@
+"""The parts that decoder layers are made of.
+
+Every module takes its types explicitly (`Precision`) and allocates parameters with `torch.empty`, so that it can be
+built on the meta device or under fake tensors at no cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kvgraph.models import ops
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Element types of a module.
+
+    Attributes:
+        compute: Weights, activations and cache.
+        residual: The stream that layers add to; float32 where it would overflow the compute type.
+    """
+
+    compute: torch.dtype
+    residual: torch.dtype
+
+
+class Linear(nn.Module):
+    """x @ weight + bias with the weight stored [in, out], as MatMul and its quantized kernels take it."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(in_features, out_features, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        product = torch.matmul(x, self.weight)
+        return product if self.bias is None else product + self.bias
+
+
+class Embedding(nn.Module):
+    """Rows of a [V, E] table."""
+
+    def __init__(self, rows: int, size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, size, dtype=dtype))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[B, S] int64 -> [B, S, E]."""
+        return functional.embedding(ids, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed and weighted in float32 whatever comes in; returns `out_dtype`."""
+
+    def __init__(self, size: int, eps: float, out_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32))
+        self.eps = eps
+        self.out_dtype = out_dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., E] -> [..., E]."""
+        return ops.rms_norm(x.to(torch.float32), self.weight, self.eps).to(self.out_dtype)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+}
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The function that a config's `hidden_act` names.
+
+    Raises:
+        ValueError: The name is not known.
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"hidden_act {name!r} is not known; known are {', '.join(sorted(ACTIVATIONS))}")
+    return ACTIVATIONS[name]
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, hidden_act: str, bias: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias, dtype)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias, dtype)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias, dtype)
+        self.act = activation(hidden_act)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, E] -> [B, S, E]."""
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Attention(nn.Module):
+    """Rotary attention with grouped key/value heads over a cache buffer that it also writes."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        num_key_value_heads: int,
+        head_dim: int,
+        bias: bool,
+        scale: float,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.q_proj = Linear(hidden_size, num_attention_heads * head_dim, bias, dtype)
+        self.k_proj = Linear(hidden_size, num_key_value_heads * head_dim, bias, dtype)
+        self.v_proj = Linear(hidden_size, num_key_value_heads * head_dim, bias, dtype)
+        self.o_proj = Linear(num_attention_heads * head_dim, hidden_size, bias, dtype)
+        self.head_dim = head_dim
+        self.scale = scale
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """[B, S, heads * D] -> [B, heads, S, D]."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def forward(
+        self,
+        x: Tensor,
+        past_length: Tensor,
+        past_key: Tensor,
+        past_value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attend to the cache and the new tokens.
+
+        Args:
+            x: [B, S, E].
+            past_length: [B] int64.
+            past_key: [B, K, T, D].
+            past_value: [B, K, T, D].
+            cos: [B, S, D / 2].
+            sin: [B, S, D / 2].
+            mask: [B, 1, S, T] bool.
+
+        Returns:
+            [B, S, E], and the two buffers with the new entries.
+        """
+        query = ops.rotary_embedding(self.split_heads(self.q_proj(x)), cos, sin, False)
+        key = ops.rotary_embedding(self.split_heads(self.k_proj(x)), cos, sin, False)
+        present_key = ops.tensor_scatter(past_key, key, past_length)
+        present_value = ops.tensor_scatter(past_value, self.split_heads(self.v_proj(x)), past_length)
+        attended = ops.attention(query, present_key, present_value, mask, self.scale)
+        return self.o_proj(attended.transpose(1, 2).flatten(2)), present_key, present_value
