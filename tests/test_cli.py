@@ -29,9 +29,12 @@ def add_probe(monkeypatch: pytest.MonkeyPatch) -> AddCommand:
 
     def add(run: Run) -> None:
         module = ModuleType("kvgraph.commands.probe")
-        module.NAME, module.HELP = "probe", "Test the command line."
-        module.add_arguments = lambda parser: parser.add_argument("--level", type=int, default=0)
-        module.run = run
+        vars(module).update(
+            NAME="probe",
+            HELP="Test the command line.",
+            add_arguments=lambda parser: parser.add_argument("--level", type=int, default=0),
+            run=run,
+        )
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setitem(cli.COMMANDS, "probe", "test the command line")
 
