@@ -114,9 +114,18 @@ class Checkpoint:
         """Whether there is a tokenizer.json to carry along."""
         return self.source.kind != "config" and (self.directory / TOKENIZER_FILE).is_file()
 
-    def digest(self) -> str:
-        """SHA-256 that identifies the checkpoint; samples large weights, see `kvgraph.models.digest`."""
-        tensors = () if self.source.kind == "config" else stored_tensors(self.directory).values()
+    def digest(self, *, weights: bool = True) -> str:
+        """SHA-256 that identifies the checkpoint; samples large weights, see `kvgraph.models.digest`.
+
+        Args:
+            weights: Whether to cover the weights; a bare config.json has none to cover.
+
+        Raises:
+            FileNotFoundError: A file of the weights is missing.
+            ValueError: A file of the weights is damaged.
+        """
+        covered = weights and self.source.kind != "config"
+        tensors = stored_tensors(self.directory).values() if covered else ()
         return sampled_digest([self.config_file, *self.tokenizer_files()], tensors)
 
 

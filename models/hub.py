@@ -46,7 +46,8 @@ def fetch_snapshot(hub_id: str, revision: str | None, *, weights: bool) -> tuple
         ) from error
     patterns = [*SMALL_FILES, *(WEIGHT_FILES if weights else ())]
     # What the HTTP library raises is not an OSError in every version; it is a base of the hub's own error.
-    failures = (OSError, ValueError, *cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__))
+    bases = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
+    failures: tuple[type[Exception], ...] = (OSError, ValueError, *bases)
     try:
         folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except failures as error:
