@@ -1,0 +1,242 @@
+"""From logits to a token: penalties, temperature, truncation and the draw, in the order of `transformers`.
+
+Repetition penalty, temperature, top-k, top-p, min-p. Probabilities are relative to the largest one (weight 1), so
+that no temperature overflows and min-p is a plain threshold, and they are summed in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvgraph.runtime.session import Floats, Ids
+
+Weights = NDArray[np.float64]
+
+# Top-p looks at this many of the likeliest tokens first: sorting a vocabulary of 128256 takes 10 ms, these 2.
+_NUCLEUS = 1024
+# A weight below this is 0.
+_SMALLEST = float(np.finfo(np.float32).tiny)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a token is chosen.
+
+    Attributes:
+        temperature: 0 takes the likeliest token; otherwise logits are divided by it.
+        top_k: Keep the k likeliest tokens (and those as likely as the last of them); 0 keeps all.
+        top_p: Keep the fewest tokens whose probabilities reach p, at least one; 1 keeps all.
+        min_p: Keep tokens at least min_p times as likely as the likeliest; 0 keeps all.
+        repetition_penalty: Logits of tokens in the prompt or the text so far are divided by it where positive and
+            multiplied where negative; 1 changes nothing.
+        seed: Row i draws with seed + i, or with the i-th of several seeds; None draws differently every time.
+
+    Raises:
+        TypeError: A field is not a number.
+        ValueError: A field is not finite or out of its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check_number("temperature", self.temperature, 0.0)
+        _check_number("top_p", self.top_p, 0.0, 1.0)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0)
+        if self.repetition_penalty == 0:
+            raise ValueError("repetition_penalty is 0, expected more than 0; 1 switches it off")
+        _check_integer("top_k", self.top_k)
+        if self.seed is not None:
+            for seed in (self.seed,) if isinstance(self.seed, int) else self.seed:
+                _check_integer("seed", seed)
+
+    def row_seeds(self, rows: int) -> list[int | None]:
+        """The seed of each row.
+
+        Raises:
+            ValueError: There are several seeds, but not one for each row.
+        """
+        if self.seed is None:
+            return [None] * rows
+        if isinstance(self.seed, int):
+            return [self.seed + row for row in range(rows)]
+        if len(self.seed) != rows:
+            raise ValueError(
+                f"{len(self.seed)} seeds for {rows} rows; give one seed for each row, or one in all"
+            )
+        return list(self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural log-probability of a token under the model itself: before penalties, temperature and truncation.
+
+    Attributes:
+        token_id: The token.
+        logprob: Its log-probability.
+        top: The likeliest tokens and their log-probabilities, most likely first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sampler:
+    """Chooses the tokens of a batch; each row has its own random numbers and its own history.
+
+    Args:
+        params: How to choose.
+        vocab_size: V.
+        prompts: Token ids of each row so far.
+    """
+
+    def __init__(self, params: SamplingParams, vocab_size: int, prompts: Sequence[Sequence[int]]) -> None:
+        self._params = params
+        self._generators = [np.random.default_rng(seed) for seed in params.row_seeds(len(prompts))]
+        self._seen: NDArray[np.bool_] | None = None
+        if params.repetition_penalty != 1:
+            self._seen = np.zeros((len(prompts), vocab_size), np.bool_)
+            for row, prompt in enumerate(prompts):
+                self._seen[row, np.asarray(prompt, np.int64)] = True
+
+    def sample(self, row: int, logits: Floats) -> int:
+        """The next token of a row.
+
+        Args:
+            row: Which row.
+            logits: [V] float32.
+
+        Raises:
+            RuntimeError: The logits hold NaN or infinity.
+        """
+        if self._seen is not None:
+            seen = np.flatnonzero(self._seen[row])
+            logits = penalize_repetition(logits, seen, self._params.repetition_penalty)
+        if self._params.temperature == 0:
+            token = greedy(logits)
+        else:
+            token_ids, weights = keep_candidates(logits, self._params)
+            cumulative = np.cumsum(weights)
+            drawn = self._generators[row].random() * cumulative[-1]
+            # Where rounding takes the product to the very end there is no entry above it.
+            index = min(int(np.searchsorted(cumulative, drawn, side="right")), len(weights) - 1)
+            token = int(token_ids[index])
+        if self._seen is not None:
+            self._seen[row, token] = True
+        return token
+
+
+def greedy(logits: Floats) -> int:
+    """The likeliest token of [V] logits; the first of equals.
+
+    Raises:
+        RuntimeError: The logits hold NaN or infinity.
+    """
+    token = int(logits.argmax())
+    # argmax stops at a NaN, so that this one value speaks for all of them.
+    _check_largest(float(logits[token]))
+    return token
+
+
+def penalize_repetition(logits: Floats, seen: Ids, penalty: float) -> Floats:
+    """A copy of [V] logits with those of the tokens `seen` made less likely (penalty > 1) or more."""
+    logits = logits.copy()
+    values = logits[seen]
+    logits[seen] = np.where(values < 0, values * np.float32(penalty), values / np.float32(penalty))
+    return logits
+
+
+def keep_candidates(logits: Floats, params: SamplingParams) -> tuple[Ids, Weights]:
+    """Tokens that may be drawn, at a temperature above 0, and their probabilities up to a common factor.
+
+    Args:
+        logits: [V] float32.
+        params: Temperature and truncation.
+
+    Returns:
+        Token ids and weights, none of them 0, all of one order for one choice of parameters.
+
+    Raises:
+        RuntimeError: The logits hold NaN or infinity.
+    """
+    largest = float(logits.max())
+    _check_largest(largest)
+    token_ids = _top_k(logits, params.top_k)
+    with np.errstate(over="ignore", under="ignore"):  # a tiny temperature takes all but the largest to -inf
+        scaled = (logits[token_ids].astype(np.float64) - largest) / params.temperature
+        # The exponential of float32 takes a tenth of the time, and its error is that of the logits.
+        weights = np.exp(scaled.astype(np.float32)).astype(np.float64)
+    if params.top_p < 1:
+        order = _nucleus(weights, params.top_p)
+        token_ids, weights = token_ids[order], weights[order]
+    kept = weights >= max(params.min_p, _SMALLEST)
+    return token_ids[kept], weights[kept]
+
+
+def log_probability(logits: Floats, token_id: int, top: int = 0) -> Logprob:
+    """Log-probability of a token, and of the `top` likeliest, from [V] logits."""
+    shifted = logits - logits.max()
+    logprobs = shifted - np.float32(np.log(np.exp(shifted).sum(dtype=np.float64)))
+    best: list[int] = []
+    if top > 0:
+        found = np.argpartition(logprobs, -min(top, len(logprobs)))[-top:]
+        best = sorted(found.tolist(), key=lambda token: (-logprobs[token], token))
+    return Logprob(
+        token_id, float(logprobs[token_id]), tuple((token, float(logprobs[token])) for token in best)
+    )
+
+
+def _top_k(logits: Floats, top_k: int) -> Ids:
+    size = len(logits)
+    if top_k == 0 or top_k >= size:
+        return np.arange(size, dtype=np.int64)
+    threshold = np.partition(logits, size - top_k)[size - top_k]
+    return np.flatnonzero(logits >= threshold)
+
+
+def _nucleus(weights: Weights, top_p: float) -> Ids:
+    """Indices of the fewest weights that make up `top_p` of the sum, largest first."""
+    wanted = top_p * float(weights.sum())
+    if len(weights) > _NUCLEUS:
+        head = np.argpartition(weights, -_NUCLEUS)[-_NUCLEUS:]
+        if float(weights[head].sum()) < wanted:
+            head = np.arange(len(weights), dtype=np.int64)
+    else:
+        head = np.arange(len(weights), dtype=np.int64)
+    order: Ids = head[np.argsort(-weights[head], kind="stable")]
+    before = np.cumsum(weights[order]) - weights[order]
+    return order[: max(1, int(np.searchsorted(before, wanted, side="left")))]
+
+
+def _check_largest(value: float) -> None:
+    if not math.isfinite(value):
+        raise RuntimeError(
+            f"the largest logit is {value}, expected a finite number: the model has overflowed; "
+            "kvgraph compare --layers names the layer"
+        )
+
+
+def _check_number(name: str, value: float, low: float, high: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} is {value!r}, expected a number")
+    if not (math.isfinite(value) and low <= value <= high):
+        bounds = f"{low:g} or more" if high == math.inf else f"{low:g} to {high:g}"
+        raise ValueError(f"{name} is {value}, expected a finite number, {bounds}")
+
+
+def _check_integer(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} is {value!r}, expected an integer")
+    if value < 0:
+        raise ValueError(f"{name} is {value}, expected 0 or more")
