@@ -33,10 +33,6 @@ class ConfigReader:
         """Whether any of these keys is present and not null."""
         return any(self._values.get(key) is not None for key in spellings)
 
-    def mentions(self, key: str) -> bool:
-        """Whether the key is present, be it null."""
-        return key in self._values
-
     def value(self, *spellings: str) -> Any:
         """The value under whichever of these keys is present, or None.
 
@@ -59,28 +55,30 @@ class ConfigReader:
         """An integer of at least `minimum`; an error if it is absent and has no default."""
         value = self._required(spellings, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.error(f"{spellings[0]} is {value!r}, expected an integer of at least {minimum}")
+            raise self.error(
+                f"{self._spelled(spellings)} is {value!r}, expected an integer of at least {minimum}"
+            )
         return value
 
     def number(self, *spellings: str, default: float | None = None) -> float:
         """A finite number above zero; an error if it is absent and has no default."""
         value = self._required(spellings, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self.error(f"{spellings[0]} is {value!r}, expected a finite number above 0")
+            raise self.error(f"{self._spelled(spellings)} is {value!r}, expected a finite number above 0")
         return float(value)
 
     def flag(self, *spellings: str, default: bool | None = None) -> bool:
         """True or false; an error if it is absent and has no default."""
         value = self._required(spellings, default)
         if not isinstance(value, bool):
-            raise self.error(f"{spellings[0]} is {value!r}, expected true or false")
+            raise self.error(f"{self._spelled(spellings)} is {value!r}, expected true or false")
         return value
 
     def text(self, *spellings: str, default: str | None = None) -> str:
         """A string; an error if it is absent and has no default."""
         value = self._required(spellings, default)
         if not isinstance(value, str):
-            raise self.error(f"{spellings[0]} is {value!r}, expected a string")
+            raise self.error(f"{self._spelled(spellings)} is {value!r}, expected a string")
         return value
 
     def token_ids(self, key: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -100,9 +98,8 @@ class ConfigReader:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise self.error(f"{spellings[0]} is {value!r}, expected an object")
-        key = next(key for key in spellings if self.has(key))
-        return ConfigReader(value, f"{self._where}: {key}")
+            raise self.error(f"{self._spelled(spellings)} is {value!r}, expected an object")
+        return ConfigReader(value, f"{self._where}: {self._spelled(spellings)}")
 
     def unread(self) -> dict[str, Any]:
         """What is present, not null and not read so far."""
@@ -128,6 +125,10 @@ class ConfigReader:
                 f"{', '.join(sorted(unknown))} may change what the model computes and is not implemented for "
                 f"model_type {model_type!r}; remove what has no effect"
             )
+
+    def _spelled(self, spellings: tuple[str, ...]) -> str:
+        """The one of several spellings that the file uses."""
+        return next(key for key in spellings if self.has(key))
 
     def _required(self, spellings: tuple[str, ...], default: Any) -> Any:
         value = self.value(*spellings)
