@@ -19,7 +19,9 @@ IR_VERSION = 11
 class GraphAssembler:
     """A graph that grows by copies of traced pieces."""
 
-    def __init__(self, spec_name: str, weights: WeightLayout, constants: Mapping[str, ir.TensorProtocol]) -> None:
+    def __init__(
+        self, spec_name: str, weights: WeightLayout, constants: Mapping[str, ir.TensorProtocol]
+    ) -> None:
         self.graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name=spec_name)
         self.weights = weights
         self.constants = constants
@@ -52,7 +54,13 @@ class GraphAssembler:
     def _initializer(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
         if name in self.graph.initializers:
             return self.graph.initializers[name]
-        value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+        shape = ir.Shape([dim for dim in tensor.shape if isinstance(dim, int)])
+        value = ir.Value(
+            name=name,
+            shape=ir.Shape(tuple(tensor.shape)),
+            type=ir.TensorType(tensor.dtype),
+            const_value=tensor,
+        )
         self.graph.register_initializer(value)
         return value
 
@@ -102,7 +110,7 @@ def _used_outputs(node: ir.Node) -> int:
 
 
 def ir_dtype(name: str) -> ir.DataType:
-    """ "float16" -> ir.DataType.FLOAT16."""
+    """The ONNX element type of a dtype name such as "float16"."""
     return ir.DataType[{"float32": "FLOAT", "float64": "DOUBLE"}.get(name, name.upper())]
 
 
@@ -136,11 +144,13 @@ def assemble(
     for layer, kind in enumerate(layer_kinds):
         hidden.name = names.hidden_state(layer)
         past = [inputs[names.past_key(layer)], inputs[names.past_value(layer)]]
-        hidden, outputs[names.present_key(layer)], outputs[names.present_value(layer)] = assembler.instantiate(
-            traced.layers[kind],
-            f"layers.{layer}",
-            [hidden, inputs[names.PAST_LENGTH], *past, *shared],
-            lambda name, layer=layer: f"model.layers.{layer}.{name}",  # type: ignore[misc]  # bound per layer
+        hidden, outputs[names.present_key(layer)], outputs[names.present_value(layer)] = (
+            assembler.instantiate(
+                traced.layers[kind],
+                f"layers.{layer}",
+                [hidden, inputs[names.PAST_LENGTH], *past, *shared],
+                lambda name, layer=layer: f"model.layers.{layer}.{name}",  # type: ignore[misc]  # bound per layer
+            )
         )
     hidden.name = names.hidden_state(len(layer_kinds))
     last = [hidden] + ([inputs[names.LOGIT_POSITIONS]] if graph == "prefill" else [])

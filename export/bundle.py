@@ -72,7 +72,11 @@ class Bundle:
     def digest(self) -> str:
         """sha256 over the names and hashes of the graphs and the weights: what a target is built from."""
         graphs = [graph_file(graph) for graph in GRAPHS]
-        parts = [f"{name}:{self.files[name].sha256}" for name in [*graphs, "weights.safetensors"] if name in self.files]
+        parts = [
+            f"{name}:{self.files[name].sha256}"
+            for name in [*graphs, "weights.safetensors"]
+            if name in self.files
+        ]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
@@ -111,7 +115,9 @@ class Bundle:
             contract = Contract.from_json(data["contract"])
             return cls(**{**data, "path": path, "files": files, "contract": contract})
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path / BUNDLE_FILE}: not a bundle description ({error}); export it again") from error
+            raise ValueError(
+                f"{path / BUNDLE_FILE}: not a bundle description ({error}); export it again"
+            ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -119,13 +125,17 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path}: no such bundle; make one with kvgraph export CHECKPOINT -o {path}")
     file = path / BUNDLE_FILE
     if not file.is_file():
-        raise FileNotFoundError(f"{path}: holds no {BUNDLE_FILE}, so it is not a finished bundle; export it again")
+        raise FileNotFoundError(
+            f"{path}: holds no {BUNDLE_FILE}, so it is not a finished bundle; export it again"
+        )
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: not valid JSON ({error}); export the bundle again") from error
     if not isinstance(data, dict):
-        raise ValueError(f"{file}: holds a {type(data).__name__}, expected an object; export the bundle again")
+        raise ValueError(
+            f"{file}: holds a {type(data).__name__}, expected an object; export the bundle again"
+        )
     return data
 
 
@@ -135,10 +145,14 @@ def _check_file(path: Path, name: str, entry: FileEntry, verify: bool) -> None:
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"{path / BUNDLE_FILE}: file {name!r} leaves the bundle; refused")
     if not file.is_file():
-        raise ValueError(f"{file}: missing, though {BUNDLE_FILE} lists it; copy the whole directory or export again")
+        raise ValueError(
+            f"{file}: missing, though {BUNDLE_FILE} lists it; copy the whole directory or export again"
+        )
     size = file.stat().st_size
     if size != entry.size:
-        raise ValueError(f"{file}: {size} bytes, {BUNDLE_FILE} says {entry.size}; the file is damaged, export again")
+        raise ValueError(
+            f"{file}: {size} bytes, {BUNDLE_FILE} says {entry.size}; the file is damaged, export again"
+        )
     if verify and (found := hash_file(file)) != entry.sha256:
         raise ValueError(
             f"{file}: sha256 {found}, {BUNDLE_FILE} says {entry.sha256}; the file was changed, export again"

@@ -207,5 +207,7 @@ def scatter_state(
     for layer, (heads, head_dim) in enumerate(kv_shapes):
         shape = (BATCH, heads, slots, head_dim)
         state.append(StateTensor(past_key(layer), present_key(layer), layer, "key", "scatter", dtype, shape))
-        state.append(StateTensor(past_value(layer), present_value(layer), layer, "value", "scatter", dtype, shape))
+        state.append(
+            StateTensor(past_value(layer), present_value(layer), layer, "value", "scatter", dtype, shape)
+        )
     return tuple(state)

@@ -145,9 +145,7 @@ def _check_capacity(capacity: int | None, config: ModelConfig) -> None:
 def _write_graphs(directory: Path, traced: TracedModel, layout: WeightLayout, debug_outputs: bool) -> None:
     constants = {name: ir.tensor(value.numpy(), name=name) for name, value in traced.constants.items()}
     for graph in GRAPHS:
-        model = assemble(
-            traced.graphs[graph], graph, traced.contract, traced.layer_kinds, layout, constants
-        )
+        model = assemble(traced.graphs[graph], graph, traced.contract, traced.layer_kinds, layout, constants)
         if debug_outputs:
             expose_hidden_states(model, traced.contract.num_layers)
         (directory / graph_file(graph)).write_bytes(ir.to_proto(model).SerializeToString())

@@ -25,7 +25,9 @@ class TorchCache:
         self.limit = limit
         self.names = [tensor.name for tensor in contract.state]
         self.buffers = {
-            tensor.name: torch.zeros(batch_size, int(tensor.shape[1]), limit, int(tensor.shape[3]), dtype=dtype)
+            tensor.name: torch.zeros(
+                batch_size, int(tensor.shape[1]), limit, int(tensor.shape[3]), dtype=dtype
+            )
             for tensor in contract.state
         }
 
@@ -139,7 +141,11 @@ class TorchSession:
         past = [(cache.buffers[past_key(layer)], cache.buffers[past_value(layer)]) for layer in layers]
         with torch.inference_mode():
             logits, presents, stream = self._decoder(
-                torch.from_numpy(input_ids), torch.from_numpy(past_length), past, _tensor(positions), _tensor(new_length)
+                torch.from_numpy(input_ids),
+                torch.from_numpy(past_length),
+                past,
+                _tensor(positions),
+                _tensor(new_length),
             )
         for layer, (key, value) in enumerate(presents):
             cache.buffers[past_key(layer)], cache.buffers[past_value(layer)] = key, value

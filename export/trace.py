@@ -71,7 +71,9 @@ def trace_decoder(decoder: Decoder, graph: GraphName) -> TracedDecoder:
         graph: "decode" fixes S = 1 and asks for no `logit_positions`.
     """
     new_tokens: str | int = names.NEW_TOKENS if graph == "prefill" else 1
-    hidden = Argument("hidden_states", decoder.precision.residual, (names.BATCH, new_tokens, decoder.hidden_size))
+    hidden = Argument(
+        "hidden_states", decoder.precision.residual, (names.BATCH, new_tokens, decoder.hidden_size)
+    )
     past_length = Argument(names.PAST_LENGTH, torch.int64, (names.BATCH,))
     prelude = decoder.prelude()
     arguments = [
@@ -84,7 +86,7 @@ def trace_decoder(decoder: Decoder, graph: GraphName) -> TracedDecoder:
         arguments.append(Argument(names.NEW_LENGTH, torch.int64, (names.BATCH,)))
     traced_prelude = trace(prelude, arguments)
     shared = [
-        Argument(name, ir.tensor_adapters.to_torch_dtype(value.dtype), _shape(value))
+        Argument(name, _torch_dtype(value), _shape(value))
         for name, value in zip(prelude.shared_names, traced_prelude.outputs[1:], strict=True)
     ]
     layers = {}
@@ -150,6 +152,11 @@ def _empty(argument: Argument) -> Tensor:
     return torch.empty(shape, dtype=argument.dtype)
 
 
+def _torch_dtype(value: ir.Value) -> torch.dtype:
+    assert value.dtype is not None
+    return ir.tensor_adapters.to_torch_dtype(value.dtype)
+
+
 def _shape(value: ir.Value) -> Shape:
     """The shape of a traced value, with letters; every dimension of an input or output is known."""
     assert value.shape is not None
@@ -164,7 +171,9 @@ def _name_dimensions(graph: ir.Graph, arguments: Sequence[Argument]) -> None:
     for value, argument in zip(graph.inputs, arguments, strict=True):
         assert value.shape is not None
         for found, dim in zip(value.shape, argument.shape, strict=True):
-            assert isinstance(found, ir.SymbolicDim) == isinstance(dim, str), f"{argument.name}: {value.shape}"
+            assert isinstance(found, ir.SymbolicDim) == isinstance(dim, str), (
+                f"{argument.name}: {value.shape}"
+            )
             if isinstance(found, ir.SymbolicDim) and isinstance(dim, str):
                 letters[found.value] = dim
     for value in _values(graph):

@@ -13,7 +13,9 @@ from kvgraph.models.weights import WeightStream
 PIECE_BYTES = 32 << 20
 
 
-def weight_pieces(stream: WeightStream, parameter: str, source: WeightSource, dtype: torch.dtype) -> Iterator[Tensor]:
+def weight_pieces(
+    stream: WeightStream, parameter: str, source: WeightSource, dtype: torch.dtype
+) -> Iterator[Tensor]:
     """A parameter's rows in order, in pieces of about `PIECE_BYTES`, as `dtype`.
 
     A tensor that is stored the other way round is read whole, since its rows are the source's columns; any other is
@@ -28,10 +30,7 @@ def weight_pieces(stream: WeightStream, parameter: str, source: WeightSource, dt
     whole = stream.read_rows(source.name, 0, source.shape[0]) if source.transpose else None
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        if whole is not None:
-            piece = whole[:, start:stop].T
-        else:
-            piece = stream.read_rows(source.name, start, stop)
+        piece = stream.read_rows(source.name, start, stop) if whole is None else whole[:, start:stop].T
         converted = piece.to(dtype).contiguous()
         if dtype == torch.float16 and converted.isinf().any():
             raise ValueError(
@@ -44,7 +43,7 @@ def weight_pieces(stream: WeightStream, parameter: str, source: WeightSource, dt
 def as_bytes(pieces: Iterator[Tensor]) -> Iterator[memoryview]:
     """The memory of each piece."""
     for piece in pieces:
-        yield memoryview(piece.reshape(-1).view(torch.uint8).numpy())
+        yield piece.reshape(-1).view(torch.uint8).numpy().data
 
 
 def check_tied(stream: WeightStream, plan: WeightPlan) -> None:

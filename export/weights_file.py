@@ -123,7 +123,9 @@ def write_weights(
                 digest.update(chunk)
                 written += chunk.nbytes
             if written != expected.size:
-                raise ValueError(f"{path.name}: {name!r} has {written} bytes, the layout says {expected.size}")
+                raise ValueError(
+                    f"{path.name}: {name!r} has {written} bytes, the layout says {expected.size}"
+                )
         if (missing := next(names, None)) is not None:
             raise ValueError(f"{path.name}: tensor {missing.name!r} was not written")
         file.flush()

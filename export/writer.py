@@ -59,7 +59,9 @@ def _refuse_existing(destination: Path, marker: str, force: bool) -> None:
     if not force:
         raise FileExistsError(f"{destination}: exists and is not empty; use --force to replace it")
     if not (destination / marker).is_file():
-        raise FileExistsError(f"{destination}: holds no {marker}, so --force does not replace it; choose another output")
+        raise FileExistsError(
+            f"{destination}: holds no {marker}, so --force does not replace it; choose another output"
+        )
 
 
 def _remove_abandoned(destination: Path) -> None:

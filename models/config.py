@@ -75,7 +75,10 @@ class ModelConfig:
         Raises:
             ValueError: A key is missing, malformed, contradicted by another, or names what is not implemented.
         """
-        return read_llama_like(hf)
+        # Imported here since every family imports this module.
+        from kvgraph.models.family import family
+
+        return family(ConfigReader(hf).text("model_type")).config_from_hf(hf)
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values."""

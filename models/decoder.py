@@ -72,7 +72,9 @@ class Prelude(nn.Module):
         if frequencies is None:
             assert new_length is not None
             total = past_length + new_length
-            frequencies = dynamic_inverse_frequencies(self.config.rope, self.config.head_dim, total).unsqueeze(1)
+            frequencies = dynamic_inverse_frequencies(
+                self.config.rope, self.config.head_dim, total
+            ).unsqueeze(1)
         # float32 until the last cast: a half-precision angle is wrong by whole radians at a few thousand positions.
         angles = positions.unsqueeze(-1).to(torch.float32) * frequencies
         compute = self.precision.compute
@@ -94,11 +96,13 @@ class Head(nn.Module):
         """[B, S, E], and which of the S rows [B, N] int64 (default: all), to [B, N, V] float32."""
         if logit_positions is not None:
             hidden_states = ops.gather_rows(hidden_states, logit_positions)
-        rows = self.norm(hidden_states)
-        if self.lm_head is not None:
-            return self.lm_head(rows).to(torch.float32)
-        logits = ops.tied_head(rows.flatten(0, 1), self.embed_tokens.weight)
-        return logits.to(torch.float32).unflatten(0, rows.shape[:2])
+        rows: Tensor = self.norm(hidden_states)
+        if self.lm_head is None:
+            logits: Tensor = ops.tied_head(rows.flatten(0, 1), self.embed_tokens.weight)
+            logits = logits.view(*rows.shape[:2], -1)
+        else:
+            logits = self.lm_head(rows)
+        return logits.to(torch.float32)
 
 
 class Backbone(nn.Module):

@@ -43,7 +43,9 @@ def family(model_type: str) -> Family:
     """
     if model_type not in FAMILIES:
         near = difflib.get_close_matches(model_type, FAMILIES, n=3, cutoff=0.3) or sorted(FAMILIES)
-        raise ValueError(f"model_type {model_type!r} is not known to kvgraph; the nearest are {', '.join(near)}")
+        raise ValueError(
+            f"model_type {model_type!r} is not known to kvgraph; the nearest are {', '.join(near)}"
+        )
     found = importlib.import_module(FAMILIES[model_type]).FAMILY
     assert isinstance(found, Family)
     return found

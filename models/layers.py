@@ -52,7 +52,8 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """[B, S] int64 -> [B, S, E]."""
-        return functional.embedding(ids, self.weight)
+        rows: Tensor = functional.embedding(ids, self.weight)
+        return rows
 
 
 class RMSNorm(nn.Module):
@@ -66,7 +67,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., E] -> [..., E]."""
-        return ops.rms_norm(x.to(torch.float32), self.weight, self.eps).to(self.out_dtype)
+        normed: Tensor = ops.rms_norm(x.to(torch.float32), self.weight, self.eps)
+        return normed.to(self.out_dtype)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -102,7 +104,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, E] -> [B, S, E]."""
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        result: Tensor = self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        return result
 
 
 class Attention(nn.Module):
@@ -128,7 +131,7 @@ class Attention(nn.Module):
 
     def split_heads(self, x: Tensor) -> Tensor:
         """[B, S, heads * D] -> [B, heads, S, D]."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
     def forward(
         self,

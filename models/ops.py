@@ -29,10 +29,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: fl
     key = key.repeat_interleave(groups, dim=1)
     value = value.repeat_interleave(groups, dim=1)
     scores = query.float() @ key.float().transpose(-1, -2) * scale
-    if mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    else:
-        scores = scores + mask.float()
+    visible = mask.dtype == torch.bool
+    scores = scores.masked_fill(~mask, float("-inf")) if visible else scores + mask.float()
     return (torch.softmax(scores, dim=-1).to(value.dtype) @ value).to(query.dtype)
 
 
@@ -59,10 +57,8 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> 
     else:
         first, second = head.chunk(2, dim=-1)
     real, imaginary = first * cos - second * sin, first * sin + second * cos
-    if interleaved:
-        head = torch.stack((real, imaginary), dim=-1).flatten(-2)
-    else:
-        head = torch.cat((real, imaginary), dim=-1)
+    pair = (real, imaginary)
+    head = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
     return torch.cat((head, tail), dim=-1)
 
 

@@ -82,4 +82,6 @@ def _expanded(names: Mapping[str, str | None], num_layers: int) -> list[tuple[st
 
 def parameter_dtypes(module: nn.Module) -> dict[str, str]:
     """Parameter name -> dtype name ("float16")."""
-    return {name: str(parameter.dtype).removeprefix("torch.") for name, parameter in module.named_parameters()}
+    return {
+        name: str(parameter.dtype).removeprefix("torch.") for name, parameter in module.named_parameters()
+    }

@@ -1,7 +1,8 @@
 """From logits to a token: penalties, temperature, truncation and the draw, in the order of `transformers`.
 
 Repetition penalty, temperature, top-k, top-p, min-p. Probabilities are relative to the largest one (weight 1), so
-that no temperature overflows and min-p is a plain threshold, and they are summed in float64.
+that no temperature overflows and min-p is a plain threshold; they are float32 and summed in float64. A vocabulary
+of 128256 makes arrays so large that each new one costs more than the arithmetic: few are made.
 """
 
 from __future__ import annotations
@@ -15,12 +16,10 @@ from numpy.typing import NDArray
 
 from kvgraph.runtime.session import Floats, Ids
 
-Weights = NDArray[np.float64]
-
 # Top-p looks at this many of the likeliest tokens first: sorting a vocabulary of 128256 takes 10 ms, these 2.
 _NUCLEUS = 1024
-# A weight below this is 0.
-_SMALLEST = float(np.finfo(np.float32).tiny)
+# In float32 a lower temperature would be 0; this one already takes the likeliest token alone.
+_LOWEST_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +126,8 @@ class Sampler:
             token = greedy(logits)
         else:
             token_ids, weights = keep_candidates(logits, self._params)
-            cumulative = np.cumsum(weights)
-            drawn = self._generators[row].random() * cumulative[-1]
-            # Where rounding takes the product to the very end there is no entry above it.
-            index = min(int(np.searchsorted(cumulative, drawn, side="right")), len(weights) - 1)
-            token = int(token_ids[index])
+            index = _draw(weights, self._generators[row].random())
+            token = index if token_ids is None else int(token_ids[index])
         if self._seen is not None:
             self._seen[row, token] = True
         return token
@@ -157,7 +153,7 @@ def penalize_repetition(logits: Floats, seen: Ids, penalty: float) -> Floats:
     return logits
 
 
-def keep_candidates(logits: Floats, params: SamplingParams) -> tuple[Ids, Weights]:
+def keep_candidates(logits: Floats, params: SamplingParams) -> tuple[Ids | None, Floats]:
     """Tokens that may be drawn, at a temperature above 0, and their probabilities up to a common factor.
 
     Args:
@@ -165,23 +161,23 @@ def keep_candidates(logits: Floats, params: SamplingParams) -> tuple[Ids, Weight
         params: Temperature and truncation.
 
     Returns:
-        Token ids and weights, none of them 0, all of one order for one choice of parameters.
+        Token ids (None for all of them in order) and the weight of each.
 
     Raises:
         RuntimeError: The logits hold NaN or infinity.
     """
-    largest = float(logits.max())
-    _check_largest(largest)
+    largest = logits.max()
+    _check_largest(float(largest))
     token_ids = _top_k(logits, params.top_k)
-    with np.errstate(over="ignore", under="ignore"):  # a tiny temperature takes all but the largest to -inf
-        scaled = (logits[token_ids].astype(np.float64) - largest) / params.temperature
-        # The exponential of float32 takes a tenth of the time, and its error is that of the logits.
-        weights = np.exp(scaled.astype(np.float32)).astype(np.float64)
+    weights = (logits if token_ids is None else logits[token_ids]) - largest
+    with np.errstate(over="ignore", under="ignore"):  # a low temperature takes all but the largest to -inf
+        weights /= np.float32(max(params.temperature, _LOWEST_TEMPERATURE))
+        np.exp(weights, out=weights)
     if params.top_p < 1:
-        order = _nucleus(weights, params.top_p)
-        token_ids, weights = token_ids[order], weights[order]
-    kept = weights >= max(params.min_p, _SMALLEST)
-    return token_ids[kept], weights[kept]
+        token_ids, weights = _select(token_ids, weights, _nucleus(weights, params.top_p))
+    if params.min_p > 0:
+        token_ids, weights = _select(token_ids, weights, np.flatnonzero(weights >= params.min_p))
+    return token_ids, weights
 
 
 def log_probability(logits: Floats, token_id: int, top: int = 0) -> Logprob:
@@ -197,26 +193,37 @@ def log_probability(logits: Floats, token_id: int, top: int = 0) -> Logprob:
     )
 
 
-def _top_k(logits: Floats, top_k: int) -> Ids:
+def _select(token_ids: Ids | None, weights: Floats, kept: Ids) -> tuple[Ids, Floats]:
+    return (kept if token_ids is None else token_ids[kept]), weights[kept]
+
+
+def _top_k(logits: Floats, top_k: int) -> Ids | None:
     size = len(logits)
     if top_k == 0 or top_k >= size:
-        return np.arange(size, dtype=np.int64)
+        return None
     threshold = np.partition(logits, size - top_k)[size - top_k]
     return np.flatnonzero(logits >= threshold)
 
 
-def _nucleus(weights: Weights, top_p: float) -> Ids:
+def _nucleus(weights: Floats, top_p: float) -> Ids:
     """Indices of the fewest weights that make up `top_p` of the sum, largest first."""
-    wanted = top_p * float(weights.sum())
+    wanted = top_p * float(weights.sum(dtype=np.float64))
+    head = np.arange(len(weights), dtype=np.int64)
     if len(weights) > _NUCLEUS:
-        head = np.argpartition(weights, -_NUCLEUS)[-_NUCLEUS:]
-        if float(weights[head].sum()) < wanted:
-            head = np.arange(len(weights), dtype=np.int64)
-    else:
-        head = np.arange(len(weights), dtype=np.int64)
+        likeliest = np.argpartition(weights, -_NUCLEUS)[-_NUCLEUS:]
+        if float(weights[likeliest].sum(dtype=np.float64)) >= wanted:
+            head = likeliest
     order: Ids = head[np.argsort(-weights[head], kind="stable")]
-    before = np.cumsum(weights[order]) - weights[order]
-    return order[: max(1, int(np.searchsorted(before, wanted, side="left")))]
+    reached = np.cumsum(weights[order], dtype=np.float64)
+    return order[: int(np.searchsorted(reached, wanted, side="left")) + 1]
+
+
+def _draw(weights: Floats, uniform: float) -> int:
+    """Index i with probability weights[i] / sum, from a number in [0, 1)."""
+    cumulative = np.cumsum(weights, dtype=np.float64)
+    # Rounding may take the product to the sum itself, above which there is no entry.
+    drawn = min(uniform * cumulative[-1], np.nextafter(cumulative[-1], 0.0))
+    return int(np.searchsorted(cumulative, drawn, side="right"))
 
 
 def _check_largest(value: float) -> None:

@@ -10,15 +10,23 @@ HELP = "turn a checkpoint into a bundle: two ONNX graphs, their weights and a to
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
-    parser.add_argument("checkpoint", help="Hugging Face directory, hub id, or (with --no-weights) a config.json")
+    parser.add_argument(
+        "checkpoint", help="Hugging Face directory, hub id, or (with --no-weights) a config.json"
+    )
     parser.add_argument("-o", "--output", required=True, metavar="BUNDLE", help="directory to write")
     parser.add_argument("--revision", help="branch, tag or commit of a hub checkpoint")
     dtypes = ("float32", "float16", "bfloat16")
-    parser.add_argument("--dtype", choices=dtypes, help="weights, activations and cache (default: the checkpoint's)")
-    parser.add_argument("--residual-dtype", choices=dtypes, help="type of the residual stream (default: --dtype)")
+    parser.add_argument(
+        "--dtype", choices=dtypes, help="weights, activations and cache (default: the checkpoint's)"
+    )
+    parser.add_argument(
+        "--residual-dtype", choices=dtypes, help="type of the residual stream (default: --dtype)"
+    )
     parser.add_argument("--capacity", type=int, metavar="N", help="write the cache capacity into the graphs")
     parser.add_argument("--no-weights", action="store_true", help="graphs only; a bare config.json is enough")
-    parser.add_argument("--debug-outputs", action="store_true", help="make every layer's residual stream an output")
+    parser.add_argument(
+        "--debug-outputs", action="store_true", help="make every layer's residual stream an output"
+    )
     parser.add_argument("--force", action="store_true", help="replace a bundle that is there")
 
 

@@ -36,7 +36,7 @@ def our_distribution(logits, params, history=()):
         logits = penalize_repetition(logits, seen, params.repetition_penalty)
     token_ids, weights = keep_candidates(logits, params)
     probabilities = np.zeros(len(logits))
-    probabilities[token_ids] = weights / weights.sum()
+    probabilities[slice(None) if token_ids is None else token_ids] = weights / weights.sum(dtype=np.float64)
     return probabilities
 
 
