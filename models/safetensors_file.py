@@ -86,6 +86,13 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
     data_start = LENGTH_BYTES + len(header)
     tensors = [_stored_tensor(path, name, entry, data_start) for name, entry in entries.items()]
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    size = path.stat().st_size
+    described = max((tensor.offset + tensor.nbytes for tensor in tensors), default=data_start)
+    if size != described:
+        fault = "cut short or damaged" if size < described else "followed by bytes that no tensor owns"
+        raise ValueError(
+            f"{path}: the file has {size} bytes, its header describes {described}: it is {fault}"
+        )
     end = data_start
     for tensor in tensors:
         if tensor.offset != end:
@@ -94,10 +101,6 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
                 "before it ends; the file is damaged"
             )
         end += tensor.nbytes
-    size = path.stat().st_size
-    if size != end:
-        fault = "cut short" if size < end else "followed by bytes that no tensor owns"
-        raise ValueError(f"{path}: the file has {size} bytes, its header describes {end}: it is {fault}")
     return {tensor.name: tensor for tensor in tensors}
 
 

@@ -71,9 +71,9 @@ def read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path}: weight_map is {weight_map!r}, expected tensor names and their files")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard:
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise ValueError(
-                f"{path}: tensor {name!r} is in {shard!r}, expected the name of a file beside the index"
+                f"{path}: tensor {name!r} is in {shard!r}, expected the name of a safetensors file beside it"
             )
     return weight_map
 
