@@ -57,7 +57,7 @@ class GraphAssembler:
         shape = ir.Shape([dim for dim in tensor.shape if isinstance(dim, int)])
         value = ir.Value(
             name=name,
-            shape=ir.Shape(tuple(tensor.shape)),
+            shape=shape,
             type=ir.TensorType(tensor.dtype),
             const_value=tensor,
         )
