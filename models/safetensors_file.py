@@ -110,7 +110,7 @@ def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> Stored
             f"{path}: tensor {name!r} has header entry {entry!r}, expected dtype, shape, data_offsets"
         )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in ITEM_SIZES:
+    if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
         raise ValueError(f"{path}: tensor {name!r} has dtype {dtype!r}; known: {', '.join(ITEM_SIZES)}")
     if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
         raise ValueError(

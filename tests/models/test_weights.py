@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from kvgraph.models.weights import WeightStream
 
-Header = dict[str, dict[str, Any]]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -24,34 +20,6 @@ def tensors() -> dict[str, torch.Tensor]:
         "norm": torch.randn(5).to(torch.bfloat16),
         "proj": torch.randn(7, 3, 2).to(torch.float16),
     }
-
-
-def save_shards(directory: Path, shards: dict[str, dict[str, torch.Tensor]], **weight_map: str) -> None:
-    """Write files and an index that lists them as they are, with changes from `weight_map`."""
-    listed = {name: file for file, content in shards.items() for name in content}
-    for file, content in shards.items():
-        save_file(content, directory / file)
-    index = {"metadata": {}, "weight_map": {**listed, **weight_map}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def two_shards(directory: Path, **weight_map: str) -> None:
-    content = tensors()
-    last = {"proj": content.pop("proj")}
-    save_shards(directory, {"model-1.safetensors": content, "model-2.safetensors": last}, **weight_map)
-
-
-def rewrite_header(path: Path, change: Callable[[Header], object]) -> None:
-    """Apply `change` to a file's header, keeping its data."""
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    change(header)
-    write_raw(path, json.dumps(header).encode(), data[8 + length :])
-
-
-def write_raw(path: Path, header: bytes, data: bytes = b"") -> None:
-    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
 
 
 @pytest.fixture
@@ -75,14 +43,6 @@ def test_rows_are_the_rows_asked_for(single: Path) -> None:
     assert torch.equal(stream.read_rows("proj", 2, 5), expected["proj"][2:5])
     assert torch.equal(stream.read_rows("norm", 4, 5), expected["norm"][4:])
     assert stream.read_rows("embed", 3, 3).shape == (0, 5)
-
-
-def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
-    two_shards(tmp_path)
-    stream = WeightStream(tmp_path)
-    assert set(stream.names) == set(tensors())
-    assert stream.spec("proj").file.name == "model-2.safetensors"
-    assert torch.equal(stream.read_rows("proj", 0, 7), tensors()["proj"])
 
 
 def test_a_real_checkpoint_reads_whole(shared_data: Path) -> None:
@@ -194,102 +154,6 @@ def test_a_head_of_another_size_shows_in_the_shapes(tmp_path: Path) -> None:
         stream.check({"q_proj.weight": (heads * (hidden // heads), hidden)})
 
 
-def test_a_deleted_shard_is_named(tmp_path: Path) -> None:
-    two_shards(tmp_path)
-    (tmp_path / "model-2.safetensors").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"names 2 files, of which 1 are missing: model-2.safetensors"
-    ):
-        WeightStream(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("weight_map", "message"),
-    [
-        (
-            {"gone": "model-1.safetensors"},
-            "tensor 'gone' should be in model-1.safetensors, which does not hold it",
-        ),
-        (
-            {"embed": "model-2.safetensors"},
-            "'embed' should be in model-2.safetensors but is in model-1.safetensors",
-        ),
-        ({"embed": "../model-1.safetensors"}, "expected the name of a safetensors file beside it"),
-        ({"embed": ".."}, "expected the name of a safetensors file beside it"),
-    ],
-)
-def test_an_index_that_does_not_fit_is_refused(
-    tmp_path: Path, weight_map: dict[str, str], message: str
-) -> None:
-    two_shards(tmp_path, **weight_map)
-    with pytest.raises(ValueError, match=message):
-        WeightStream(tmp_path)
-
-
-def test_a_tensor_that_the_index_does_not_list_is_refused(tmp_path: Path) -> None:
-    two_shards(tmp_path)
-    path = tmp_path / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    del index["weight_map"]["norm"]
-    path.write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"does not list 1 tensors, such as 'norm' in .*model-1.safetensors"):
-        WeightStream(tmp_path)
-
-
-def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
-    shards = {"model-1.safetensors": tensors(), "model-2.safetensors": {"embed": torch.zeros(13, 5)}}
-    save_shards(tmp_path, shards)
-    with pytest.raises(
-        ValueError, match=r"'embed' is in both .*model-1.safetensors and .*model-2.safetensors"
-    ):
-        WeightStream(tmp_path)
-
-
-@pytest.mark.parametrize("index", ["{}", '{"weight_map": {}}', '{"weight_map": []}', "[1]", "not json"])
-def test_a_malformed_index_is_refused(tmp_path: Path, index: str) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ValueError, match=r"index.json"):
-        WeightStream(tmp_path)
-
-
-def test_a_stale_single_file_beside_an_index_is_refused(tmp_path: Path) -> None:
-    two_shards(tmp_path)
-    save_file(tensors(), tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"has both model.safetensors and model.safetensors.index.json"):
-        WeightStream(tmp_path)
-
-
-def test_pickled_weights_are_refused_with_the_way_out(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(
-        FileNotFoundError, match=r"pickled \(pytorch_model.bin\).* convert them to safetensors"
-    ):
-        WeightStream(tmp_path)
-
-
-def test_a_directory_without_weights_says_what_it_has(tmp_path: Path) -> None:
-    (tmp_path / "weights.gguf").write_bytes(b"")
-    with pytest.raises(
-        FileNotFoundError, match=r"no weights, expected model.safetensors .* found weights.gguf"
-    ):
-        WeightStream(tmp_path)
-
-
-def test_one_byte_less_is_refused(single: Path) -> None:
-    size = single.stat().st_size
-    single.write_bytes(single.read_bytes()[:-1])
-    with pytest.raises(
-        ValueError, match=rf"model.safetensors: .* {size - 1} bytes, its header describes {size}.*cut"
-    ):
-        WeightStream(single.parent)
-
-
-def test_bytes_that_no_tensor_owns_are_refused(single: Path) -> None:
-    single.write_bytes(single.read_bytes() + b"\0")
-    with pytest.raises(ValueError, match="followed by bytes that no tensor owns"):
-        WeightStream(single.parent)
-
-
 def test_a_file_that_shrinks_while_it_is_read_is_refused(single: Path) -> None:
     stream = WeightStream(single.parent)
     single.write_bytes(single.read_bytes()[:-1])
@@ -298,94 +162,26 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(single: Path) -> None:
         stream.read_rows(last, 0, stream.spec(last).shape[0])
 
 
-@pytest.mark.parametrize("length", [2**63, 2**64 - 1, 100_000_001, 10_000])
-def test_an_implausible_header_length_is_refused(single: Path, length: int) -> None:
-    single.write_bytes(length.to_bytes(8, "little") + single.read_bytes()[8:])
-    with pytest.raises(ValueError, match=f"header of {length} bytes in a file of"):
-        WeightStream(single.parent)
-
-
-@pytest.mark.parametrize("content", [b"", b"\0" * 7, b"\0" * 8])
-def test_a_file_without_a_header_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match=r"model.safetensors"):
-        WeightStream(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"shape": [13, 6]}, r"'embed' occupies 260 bytes, but F32 \[13, 6\] needs 312"),
-        ({"dtype": "F16"}, "'embed' occupies 260 bytes, but F16"),
-        ({"dtype": "F4"}, "'embed' has dtype 'F4'; known: BOOL"),
-        ({"shape": [-13, -5]}, r"'embed' has shape \[-13, -5\]"),
-        ({"shape": [13.0, 5]}, r"'embed' has shape \[13.0, 5\]"),
-        ({"shape": [True, 65]}, r"'embed' has shape \[True, 65\]"),
-        ({"data_offsets": [0]}, r"data_offsets \[0\]"),
-        ({"data_offsets": [260, 0]}, "'embed' occupies -260 bytes"),
-        ({"data_offsets": [2**62, 2**62 + 260]}, r"the file has \d+ bytes, its header describes 46\d+:"),
-        ({"extra": 1}, "expected dtype, shape, data_offsets"),
-    ],
-)
-def test_a_header_that_contradicts_itself_is_refused(
-    single: Path, change: dict[str, Any], message: str
-) -> None:
-    rewrite_header(single, lambda header: header["embed"].update(change))
-    with pytest.raises(ValueError, match=message):
-        WeightStream(single.parent)
-
-
-def test_overlapping_tensors_are_refused(single: Path) -> None:
-    def overlap(header: Header) -> None:
-        header["twin"] = dict(header["embed"])
-
-    rewrite_header(single, overlap)
-    with pytest.raises(ValueError, match=r"tensor '(embed|twin)' starts at byte"):
-        WeightStream(single.parent)
-
-
-def test_a_gap_between_tensors_is_refused(single: Path) -> None:
-    def drop_the_middle(header: Header) -> None:
-        by_offset = sorted(
-            (name for name in header if name in EXPECTED), key=lambda n: header[n]["data_offsets"]
-        )
-        del header[by_offset[1]]
-
-    rewrite_header(single, drop_the_middle)
-    with pytest.raises(ValueError, match=r"starts at byte .*, expected .* where the one before it ends"):
-        WeightStream(single.parent)
-
-
-def test_a_tensor_that_appears_twice_in_a_header_is_refused(tmp_path: Path) -> None:
-    entry = '{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
-    write_raw(tmp_path / "model.safetensors", f'{{"a":{entry},"a":{entry}}}'.encode(), b"\0")
-    with pytest.raises(ValueError, match="'a' appears twice"):
-        WeightStream(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "header", [b"[]", b"{", b"\xff", b'{"a": 1}', b"[" * 50_000, b'{"a":' + b"9" * 5000 + b"}"]
-)
-def test_a_header_that_is_not_a_header_is_refused(tmp_path: Path, header: bytes) -> None:
-    write_raw(tmp_path / "model.safetensors", header)
-    with pytest.raises(ValueError, match=r"model.safetensors: "):
-        WeightStream(tmp_path)
-
-
 READ_A_TABLE = """
-import resource, sys
+import sys
 from pathlib import Path
 from kvgraph.models.weights import WeightStream
+
+def peak_kib():
+    # Not getrusage: a child starts with the peak of the process that started it.
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0])
+
 stream = WeightStream(Path(sys.argv[1]))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_kib()
 for row in range(0, 65536, 1024):
     stream.read_rows("table", row, row + 1024)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(peak_kib() - before)
 """
-TABLE_KIB, PIECE_KIB = 65536 * 1024 * 2 // 1024, 1024 * 1024 * 2 // 1024
+TABLE_KIB, PIECE_KIB = 65536 * 2, 1024 * 2
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_memory_follows_the_piece_and_not_the_tensor(tmp_path: Path) -> None:
     save_file({"table": torch.zeros(65536, 1024, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     command = [sys.executable, "-c", READ_A_TABLE, str(tmp_path)]
