@@ -224,9 +224,10 @@ def test_a_failed_fetch_is_one_clear_line(
     assert str(caught.value).endswith("give the directory of a checkpoint")
 
 
-def test_without_a_network_the_real_client_fails_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("network", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
+def test_without_a_network_the_real_client_fails_at_once(network: dict[str, str], tmp_path: Path) -> None:
     code = "from kvgraph.models.checkpoint import open_checkpoint; open_checkpoint('owner/name')"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    environment = {**os.environ, **network, "HF_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=environment,

@@ -43,7 +43,7 @@ def llama(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not ...}
 
 
-def transformers_config(hf: dict[str, Any]) -> LlamaConfig:
+def transformers_config(hf: dict[str, Any]) -> Any:
     """What transformers makes of a config.json; it writes into what it is given."""
     return LlamaConfig(**copy.deepcopy(hf))
 
