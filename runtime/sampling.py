@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from kvgraph.runtime.session import Floats, Ids
 
@@ -100,7 +100,7 @@ class Sampler:
         prompts: Token ids of each row so far.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int, prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, params: SamplingParams, vocab_size: int, prompts: Sequence[ArrayLike]) -> None:
         self._params = params
         self._generators = [np.random.default_rng(seed) for seed in params.row_seeds(len(prompts))]
         self._seen: NDArray[np.bool_] | None = None

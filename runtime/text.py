@@ -133,14 +133,17 @@ class StopMatcher:
     The stop that is complete first wins (of two that end together the longer one), so that the result does not
     depend on how the text is cut into tokens.
 
+    Args:
+        stop: One stop string, or several.
+
     Raises:
         ValueError: A stop string is empty.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
-        if "" in stop:
+    def __init__(self, stop: str | Sequence[str]) -> None:
+        self._stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if "" in self._stop:
             raise ValueError("a stop string is empty, expected at least one character")
-        self._stop = tuple(stop)
         self._longest = max((len(text) for text in self._stop), default=0)
         self._held = ""
 

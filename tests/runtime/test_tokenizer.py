@@ -1,14 +1,10 @@
 import json
-from pathlib import Path
 
 import pytest
 import tokenizers
 import transformers
 
 from kvgraph.runtime.tokenizer import Tokenizer
-
-DATA = Path(__file__).parents[3] / "shared" / "data" / "tokenizers"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is absent")
 
 WORDS = ["<unk>", "<s>", "</s>", "<|end|>", "a", "b"]
 
@@ -34,28 +30,27 @@ def write(directory, **files):
     return directory
 
 
-def goldens(name):
-    texts = (DATA / name / "golden.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
-    lines = (DATA / name / "golden.out").read_text().split("\n")
+def goldens(directory):
+    texts = (directory / "golden.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    lines = (directory / "golden.out").read_text().split("\n")
     return [(text, [int(token) for token in line.split()]) for text, line in zip(texts, lines, strict=False)]
 
 
-@needs_data
-def test_llama_ids_equal_the_goldens():
-    tokenizer = Tokenizer.load(DATA / "llama-spm")
-    cases = goldens("llama-spm")
+def test_llama_ids_equal_the_goldens(shared_data):
+    directory = shared_data / "tokenizers" / "llama-spm"
+    tokenizer, cases = Tokenizer.load(directory), goldens(directory)
     assert len(cases) == 47
     for text, ids in cases:
         assert tokenizer.encode(text, add_special_tokens=False) == ids, text
 
 
-@needs_data
-def test_gpt2_ids_equal_the_goldens():
-    files = [str(DATA / "gpt2" / name) for name in ("vocab.json", "merges.txt")]
+def test_gpt2_ids_equal_the_goldens(shared_data):
+    directory = shared_data / "tokenizers" / "gpt2"
+    files = [str(directory / name) for name in ("vocab.json", "merges.txt")]
     made = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(*files))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = Tokenizer(made)
-    for text, ids in goldens("gpt2"):
+    for text, ids in goldens(directory):
         assert tokenizer.encode(text) == ids, text
 
 

@@ -1,0 +1,103 @@
+"""What goes into a generation and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvgraph.runtime.sampling import Logprob, SamplingParams
+
+FinishReason = Literal["eos", "stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationParams:
+    """How far to generate, and how.
+
+    Attributes:
+        sampling: How a token is chosen.
+        max_new_tokens: Most tokens a row; None goes on until the cache is full.
+        eos_token_ids: Tokens of which any ends a row; None takes the tokenizer's.
+        stop: A text, or several of which any, that ends a row wherever tokens begin and end. It is not part of the
+            result.
+        logprobs: Log-probabilities of the chosen token and of so many of the likeliest; None for none at all.
+        prefill_chunk: Most prompt tokens in one call of the session; None feeds a prompt at once.
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_new_tokens: int | None = None
+    eos_token_ids: tuple[int, ...] | None = None
+    stop: str | tuple[str, ...] = ()
+    logprobs: int | None = None
+    prefill_chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("max_new_tokens", self.max_new_tokens, 0),
+            ("logprobs", self.logprobs, 0),
+            ("prefill_chunk", self.prefill_chunk, 1),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}, expected {least} or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One step of one row.
+
+    Attributes:
+        row: Which row.
+        token_id: The token; None where a row ends without one.
+        text: What can be shown now. Text that may still become a stop string, or whose last character is not
+            complete, comes with a later event; the texts of all events make the text of the row.
+        logprob: Log-probabilities, if asked for.
+        finish_reason: Set in the last event of a row. "eos": the token ends the text and is not shown; "stop": a stop
+            string appeared; "length": `max_new_tokens` is reached or the cache is full.
+    """
+
+    row: int
+    token_id: int | None
+    text: str
+    logprob: Logprob | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What was generated for one prompt.
+
+    Attributes:
+        token_ids: Every token, the one that ended the row included.
+        text: Their text without special tokens and without the stop string.
+        finish_reason: Why the row ended, see `Event`.
+        logprobs: Log-probabilities of each token, empty if not asked for.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    logprobs: tuple[Logprob, ...] = ()
+
+
+def collect(events: Iterable[Event], rows: int) -> list[Generation]:
+    """The generations of a stream that runs to its end, row by row."""
+    tokens: list[list[int]] = [[] for _ in range(rows)]
+    texts: list[list[str]] = [[] for _ in range(rows)]
+    logprobs: list[list[Logprob]] = [[] for _ in range(rows)]
+    reasons: list[FinishReason] = ["length"] * rows
+    for event in events:
+        texts[event.row].append(event.text)
+        if event.token_id is not None:
+            tokens[event.row].append(event.token_id)
+        if event.logprob is not None:
+            logprobs[event.row].append(event.logprob)
+        if event.finish_reason is not None:
+            reasons[event.row] = event.finish_reason
+    return [
+        Generation(tuple(tokens[row]), "".join(texts[row]), reasons[row], tuple(logprobs[row]))
+        for row in range(rows)
+    ]
