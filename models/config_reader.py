@@ -9,7 +9,7 @@ A null value means the same as an absent key, as in Hugging Face.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,7 +63,11 @@ class ConfigReader:
     def number(self, *spellings: str, default: float | None = None) -> float:
         """A finite number above zero; an error if it is absent and has no default."""
         value = self._required(spellings, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value <= sys.float_info.max
+        ):
             raise self.error(f"{self._spelled(spellings)} is {value!r}, expected a finite number above 0")
         return float(value)
 

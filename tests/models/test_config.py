@@ -173,6 +173,8 @@ def test_a_missing_key_is_named(key: str, value: Any) -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0, expected an integer of at least 1"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, expected a finite number above 0"),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0, expected a finite number above 0"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf, expected a finite number above 0"),
+        ({"rope_theta": 10**400}, "rope_theta is 10+, expected a finite number above 0"),
         ({"attention_bias": "yes"}, "attention_bias is 'yes', expected true or false"),
         ({"hidden_act": 3}, "hidden_act is 3, expected a string"),
         ({"eos_token_id": [2, -1]}, r"eos_token_id is \[2, -1\], expected a token id"),
