@@ -214,13 +214,3 @@ def test_what_is_not_understood_is_refused(
 def test_a_head_that_cannot_be_rotated_is_refused(parameters: dict[str, Any], head_dim: int) -> None:
     with pytest.raises(ValueError, match=f"head_dim is {head_dim}, expected an even number of at least"):
         read(parameters, head_dim)
-
-
-@pytest.mark.parametrize("parameters", [*STATIC.values(), DYNAMIC])
-def test_json_round_trip(parameters: dict[str, Any]) -> None:
-    assert RopeConfig.from_json(read(parameters).to_json()) == read(parameters)
-
-
-def test_json_with_an_unknown_type_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected the fields"):
-        RopeConfig.from_json({**read(DYNAMIC).to_json(), "rope_type": "spiral"})
