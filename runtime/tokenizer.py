@@ -70,9 +70,9 @@ class Tokenizer:
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist; give the prompt as token ids, or add the file")
         backend = _read_backend(path)
-        named = _read_json(directory / TOKENIZER_CONFIG)
-        generation = _read_json(directory / GENERATION_CONFIG)
-        model = _read_json(directory / MODEL_CONFIG) if config is None else config
+        named = read_json(directory / TOKENIZER_CONFIG)
+        generation = read_json(directory / GENERATION_CONFIG)
+        model = read_json(directory / MODEL_CONFIG) if config is None else config
         bos = _named_token(backend, named, "bos_token", directory)
         eos = _named_token(backend, named, "eos_token", directory)
         for source in (generation, model):
@@ -138,7 +138,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
         raise ValueError(f"{path}: not a tokenizer that this version of tokenizers reads: {error}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """The object in a file, empty where the file does not exist."""
     if not path.is_file():
         return {}
