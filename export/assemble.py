@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -11,6 +11,7 @@ from kvgraph.export.contract import Contract, GraphName, TensorSpec
 from kvgraph.export.trace import TracedDecoder
 from kvgraph.export.translate import OPSET
 from kvgraph.export.weights_file import WEIGHTS_FILE, WeightLayout
+from kvgraph.models.decoder import graph_name
 
 # What the ONNX checker and every runtime of the contract read; opset 24 goes with IR version 11 or newer.
 IR_VERSION = 11
@@ -64,16 +65,13 @@ class GraphAssembler:
         self.graph.register_initializer(value)
         return value
 
-    def instantiate(
-        self, piece: ir.Graph, prefix: str, inputs: Sequence[ir.Value], parameter_name: Callable[[str], str]
-    ) -> list[ir.Value]:
+    def instantiate(self, piece: ir.Graph, prefix: str, inputs: Sequence[ir.Value]) -> list[ir.Value]:
         """Copy a traced piece into the graph.
 
         Args:
             piece: What to copy; left as it is.
-            prefix: Put before the names of its nodes and values.
+            prefix: The piece's place in the decoder, "layers.3"; put before the names of its nodes and values.
             inputs: Values that take the place of the piece's inputs.
-            parameter_name: The piece's own name of a parameter -> the model's.
 
         Returns:
             The values that take the place of the piece's outputs.
@@ -81,7 +79,7 @@ class GraphAssembler:
         values: dict[ir.Value, ir.Value] = dict(zip(piece.inputs, inputs, strict=True))
         for name, initializer in piece.initializers.items():
             if initializer.const_value is None:
-                values[initializer] = self.weight(parameter_name(name.removeprefix("traced.")))
+                values[initializer] = self.weight(graph_name(f"{prefix}.{name.removeprefix('traced.')}"))
             else:
                 if initializer not in self._shared:
                     shared = self._initializer(f"{prefix}/{name}", initializer.const_value)
@@ -118,7 +116,6 @@ def assemble(
     traced: TracedDecoder,
     graph: GraphName,
     contract: Contract,
-    layer_kinds: Sequence[str],
     weights: WeightLayout,
     constants: Mapping[str, ir.TensorProtocol],
 ) -> ir.Model:
@@ -128,7 +125,6 @@ def assemble(
         traced: The pieces, traced for this graph.
         graph: Which one it is.
         contract: Names, types and shapes of inputs and outputs.
-        layer_kinds: Kind of each layer.
         weights: Where every parameter lies.
         constants: Prelude argument -> its value, stored in the graph.
     """
@@ -139,29 +135,23 @@ def assemble(
     first += [assembler.constant(name) for name in constants]
     if contract.takes_new_length:
         first.append(inputs[names.NEW_LENGTH])
-    hidden, *shared = assembler.instantiate(traced.prelude, "prelude", first, _backbone_name)
+    hidden, *tensors = assembler.instantiate(traced.prelude, "prelude", first)
+    shared = dict(zip(traced.shared_names, tensors, strict=True))
     outputs: dict[str, ir.Value] = {}
-    for layer, kind in enumerate(layer_kinds):
+    for layer, kind in enumerate(traced.layer_kinds):
         hidden.name = names.hidden_state(layer)
         past = [inputs[names.past_key(layer)], inputs[names.past_value(layer)]]
+        taken = [shared[name] for name in traced.layer_shared[layer]]
         hidden, outputs[names.present_key(layer)], outputs[names.present_value(layer)] = (
             assembler.instantiate(
-                traced.layers[kind],
-                f"layers.{layer}",
-                [hidden, inputs[names.PAST_LENGTH], *past, *shared],
-                lambda name, layer=layer: f"model.layers.{layer}.{name}",  # type: ignore[misc]  # bound per layer
+                traced.layers[kind], f"layers.{layer}", [hidden, inputs[names.PAST_LENGTH], *past, *taken]
             )
         )
-    hidden.name = names.hidden_state(len(layer_kinds))
+    hidden.name = names.hidden_state(len(traced.layer_kinds))
     last = [hidden] + ([inputs[names.LOGIT_POSITIONS]] if graph == "prefill" else [])
-    (outputs[names.LOGITS],) = assembler.instantiate(traced.head, "head", last, _backbone_name)
+    (outputs[names.LOGITS],) = assembler.instantiate(traced.head, "head", last)
     for tensor in spec.outputs:
         value = outputs[tensor.name]
         value.name, value.shape = tensor.name, ir.Shape(tensor.shape)
         assembler.graph.outputs.append(value)
     return ir.Model(assembler.graph, ir_version=IR_VERSION, producer_name="kvgraph")
-
-
-def _backbone_name(name: str) -> str:
-    """Parameter names of prelude and head: everything but the head's own matrix belongs to the backbone."""
-    return name if name.startswith("lm_head.") else f"model.{name}"

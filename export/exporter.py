@@ -28,7 +28,7 @@ from kvgraph.models.checkpoint import Checkpoint
 from kvgraph.models.config import DTYPES, ModelConfig
 from kvgraph.models.family import family
 from kvgraph.models.layers import Precision
-from kvgraph.models.sources import WeightPlan, parameter_dtypes, plan_weights
+from kvgraph.models.sources import WeightPlan, plan_weights
 from kvgraph.models.weights import WeightStream
 
 _PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript")
@@ -58,7 +58,6 @@ class TracedModel:
     """Everything that tracing learns, before a weight is read."""
 
     contract: Contract
-    layer_kinds: tuple[str, ...]
     graphs: Mapping[GraphName, TracedDecoder]
     constants: Mapping[str, Tensor]
     parameters: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -114,20 +113,22 @@ def trace_model(
     with fake_decoder(config, precision) as decoder:
         weights = plan_weights(family(config.model_type), decoder)
         if stream is not None:
-            stream.check(weights.expected(), weights.dropped | weights.tied.keys())
+            stream.check(weights.shapes, weights.ignorable)
             check_tied(stream, weights)
-        dtypes = parameter_dtypes(decoder)
         graphs = {graph: trace_decoder(decoder, graph) for graph in _progress(GRAPHS, "tracing")}
-        parameters = {name: (dtypes[name], tuple(p.shape)) for name, p in decoder.named_parameters()}
+        parameters = {
+            name: (str(weight.dtype).removeprefix("torch."), tuple(weight.shape))
+            for name, weight in decoder.weights().items()
+        }
         contract = Contract(
             vocab_size=config.vocab_size,
-            num_layers=len(decoder.layer_kinds),
+            num_layers=config.num_hidden_layers,
             max_positions=config.max_position_embeddings,
-            takes_new_length=decoder.takes_new_length,
+            takes_new_length=decoder.prelude.takes_new_length,
             state=scatter_state(decoder.kv_shapes, dtype, capacity),
         )
-        layer_kinds = decoder.layer_kinds
-    return TracedModel(contract, layer_kinds, graphs, decoder.constants, parameters, weights)
+    # Outside of the trace, where tensors have values.
+    return TracedModel(contract, graphs, decoder.prelude.constants, parameters, weights)
 
 
 def _known_dtype(name: str, option: str) -> str:
@@ -146,7 +147,7 @@ def _check_capacity(capacity: int | None, config: ModelConfig) -> None:
 def _write_graphs(directory: Path, traced: TracedModel, layout: WeightLayout, debug_outputs: bool) -> None:
     constants = {name: ir.tensor(value.numpy(), name=name) for name, value in traced.constants.items()}
     for graph in GRAPHS:
-        model = assemble(traced.graphs[graph], graph, traced.contract, traced.layer_kinds, layout, constants)
+        model = assemble(traced.graphs[graph], graph, traced.contract, layout, constants)
         if debug_outputs:
             expose_hidden_states(model, traced.contract.num_layers)
         (directory / graph_file(graph)).write_bytes(ir.to_proto(model).SerializeToString())
@@ -199,7 +200,7 @@ def _describe(
         name: {
             "dtype": stored_dtype,
             "shape": list(shape),
-            "source": traced.weights.sources[name].name,
+            "source": list(traced.weights.sources[name].names),
             "transposed": traced.weights.sources[name].transpose,
         }
         for name, (stored_dtype, shape) in traced.parameters.items()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvgraph.export.contract import Contract, past_key, past_value, scatter_state
 from kvgraph.export.weight_bytes import check_tied, weight_pieces
 from kvgraph.models.checkpoint import Checkpoint
-from kvgraph.models.decoder import Decoder
+from kvgraph.models.decoder import Decoder, graph_name
 from kvgraph.models.family import family
 from kvgraph.models.layers import Precision
 from kvgraph.models.sources import plan_weights
@@ -62,9 +62,9 @@ class TorchSession:
         self._dtype = decoder.precision.compute
         self._contract = Contract(
             vocab_size=config.vocab_size,
-            num_layers=len(decoder.layer_kinds),
+            num_layers=config.num_hidden_layers,
             max_positions=config.max_position_embeddings,
-            takes_new_length=decoder.takes_new_length,
+            takes_new_length=decoder.prelude.takes_new_length,
             state=scatter_state(decoder.kv_shapes, str(self._dtype).removeprefix("torch.")),
         )
 
@@ -82,13 +82,13 @@ class TorchSession:
         with torch.device("meta"):
             decoder = family(config.model_type).build(config, precision)
         plan, stream = plan_weights(family(config.model_type), decoder), checkpoint.weights()
-        stream.check(plan.expected(), plan.dropped | plan.tied.keys())
+        stream.check(plan.shapes, plan.ignorable)
         check_tied(stream, plan)
-        state = {
-            name: torch.cat(list(weight_pieces(stream, name, plan.sources[name], parameter.dtype)))
-            for name, parameter in decoder.named_parameters()
-        }
-        decoder.load_state_dict(state, assign=True)
+        for name, module_name in [(graph_name(name), name) for name, _ in decoder.named_parameters()]:
+            owner, _, attribute = module_name.rpartition(".")
+            unset = decoder.get_parameter(module_name)
+            rows = torch.cat(list(weight_pieces(stream, name, plan.sources[name], unset.dtype)))
+            setattr(decoder.get_submodule(owner), attribute, nn.Parameter(rows.view(unset.shape), False))
         decoder.requires_grad_(False)
         return cls(decoder, str(checkpoint.directory))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -34,11 +34,12 @@ Shape = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An input of a piece: name, dtype, shape with letters for symbolic dimensions."""
+    """An input of a piece: name, dtype, shape with letters for symbolic dimensions, and how it is passed."""
 
     name: str
     dtype: torch.dtype
     shape: Shape
+    keyword: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +47,19 @@ class TracedDecoder:
     """The pieces of one graph.
 
     Attributes:
-        prelude: (input_ids, past_length, past_key[, new_length]) -> (hidden, *shared).
+        prelude: (input_ids, past_length, past_key, *constants[, new_length]) -> (hidden, *shared).
+        shared_names: Names of the prelude's outputs after the first.
         layers: Kind -> (hidden, past_length, past_key, past_value, *shared) -> (hidden, key, value).
+        layer_kinds: Kind of each layer.
+        layer_shared: Which of `shared_names` each layer takes.
         head: (hidden[, logit_positions]) -> (logits,).
     """
 
     prelude: ir.Graph
-    layers: dict[str, ir.Graph]
+    shared_names: tuple[str, ...]
+    layers: Mapping[str, ir.Graph]
+    layer_kinds: tuple[str, ...]
+    layer_shared: tuple[tuple[str, ...], ...]
     head: ir.Graph
 
 
@@ -71,36 +78,38 @@ def trace_decoder(decoder: Decoder, graph: GraphName) -> TracedDecoder:
         graph: "decode" fixes S = 1 and asks for no `logit_positions`.
     """
     new_tokens: str | int = names.NEW_TOKENS if graph == "prefill" else 1
-    hidden = Argument(
-        "hidden_states", decoder.precision.residual, (names.BATCH, new_tokens, decoder.hidden_size)
-    )
+    stream_shape = (names.BATCH, new_tokens, decoder.config.hidden_size)
+    hidden = Argument("hidden_states", decoder.precision.residual, stream_shape)
     past_length = Argument(names.PAST_LENGTH, torch.int64, (names.BATCH,))
-    prelude = decoder.prelude()
+    prelude = decoder.prelude
     arguments = [
         Argument(names.INPUT_IDS, torch.int64, (names.BATCH, new_tokens)),
         past_length,
         _buffer(decoder, 0, "past_key"),
-        *(Argument(name, value.dtype, tuple(value.shape)) for name, value in decoder.constants.items()),
+        *(Argument(name, value.dtype, tuple(value.shape), True) for name, value in prelude.constants.items()),
     ]
-    if decoder.takes_new_length:
-        arguments.append(Argument(names.NEW_LENGTH, torch.int64, (names.BATCH,)))
+    if prelude.takes_new_length:
+        arguments.append(Argument(names.NEW_LENGTH, torch.int64, (names.BATCH,), True))
     traced_prelude = trace(prelude, arguments)
-    shared = [
-        Argument(name, _torch_dtype(value), _shape(value))
+    shared = {
+        name: Argument(name, _torch_dtype(value), _shape(value))
         for name, value in zip(prelude.shared_names, traced_prelude.outputs[1:], strict=True)
-    ]
+    }
     layers = {}
-    for kind in dict.fromkeys(decoder.layer_kinds):
-        index = decoder.layer_kinds.index(kind)
-        buffers = [_buffer(decoder, index, "past_key"), _buffer(decoder, index, "past_value")]
-        layers[kind] = trace(decoder.model.layers[index], [hidden, past_length, *buffers, *shared])
+    for index, kind in enumerate(decoder.layer_kinds):
+        if kind not in layers:
+            buffers = [_buffer(decoder, index, "past_key"), _buffer(decoder, index, "past_value")]
+            taken = [shared[name] for name in decoder.layer_shared[index]]
+            layers[kind] = trace(decoder.layers[index], [hidden, past_length, *buffers, *taken])
     rows = [Argument(names.LOGIT_POSITIONS, torch.int64, (names.BATCH, names.LOGIT_ROWS))]
-    head = trace(decoder.head(), [hidden, *(rows if graph == "prefill" else [])])
-    return TracedDecoder(traced_prelude, layers, head)
+    head = trace(decoder.head, [hidden, *(rows if graph == "prefill" else [])])
+    return TracedDecoder(
+        traced_prelude, prelude.shared_names, layers, decoder.layer_kinds, decoder.layer_shared, head
+    )
 
 
 def trace(module: nn.Module, arguments: Sequence[Argument]) -> ir.Graph:
-    """One module, called by keyword, as an ONNX graph whose symbolic dimensions carry the letters of `arguments`."""
+    """One module as an ONNX graph whose symbolic dimensions carry the letters of `arguments`."""
     inputs = tuple(_empty(argument) for argument in arguments)
     dims = {letter: torch.export.Dim(letter, min=2) for letter in _SIZES}
     dynamic = tuple(
@@ -109,7 +118,7 @@ def trace(module: nn.Module, arguments: Sequence[Argument]) -> ir.Graph:
     )
     with _quiet():
         program = torch.export.export(
-            _ByKeyword(module, [argument.name for argument in arguments]),
+            _Called(module, [argument.name for argument in arguments if argument.keyword]),
             inputs,
             dynamic_shapes={"arguments": dynamic},
             strict=False,
@@ -129,16 +138,18 @@ def trace(module: nn.Module, arguments: Sequence[Argument]) -> ir.Graph:
     return graph
 
 
-class _ByKeyword(nn.Module):
-    """A module under a signature of positional arguments, whatever its own is."""
+class _Called(nn.Module):
+    """A module under a signature of positional arguments alone, the last of which it takes by keyword."""
 
-    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+    def __init__(self, module: nn.Module, keywords: Sequence[str]) -> None:
         super().__init__()
         self.traced = module
-        self.names = tuple(names)
+        self.keywords = tuple(keywords)
 
     def forward(self, *arguments: Tensor) -> tuple[Tensor, ...] | Tensor:
-        result: tuple[Tensor, ...] | Tensor = self.traced(**dict(zip(self.names, arguments, strict=True)))
+        count = len(arguments) - len(self.keywords)
+        keywords = dict(zip(self.keywords, arguments[count:], strict=True))
+        result: tuple[Tensor, ...] | Tensor = self.traced(*arguments[:count], **keywords)
         return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -18,26 +19,42 @@ def weight_pieces(
 ) -> Iterator[Tensor]:
     """A parameter's rows in order, in pieces of about `PIECE_BYTES`, as `dtype`.
 
-    A tensor that is stored the other way round is read whole, since its rows are the source's columns; any other is
-    read a piece at a time.
+    A tensor whose stored columns are wanted (transposed, or cut along axis 1) is read whole; any other is read a
+    piece at a time. Stacked tensors follow one another, which is how their stack lies in memory.
 
     Raises:
         ValueError: A value of the checkpoint is not finite, or overflows `dtype`.
     """
-    rows = source.shape[-1] if source.transpose else source.shape[0]
-    row_bytes = torch.Size(source.shape).numel() // rows * max(dtype.itemsize, 4)
-    step = max(1, PIECE_BYTES // row_bytes)
-    whole = stream.read_rows(source.name, 0, source.shape[0]) if source.transpose else None
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        piece = stream.read_rows(source.name, start, stop) if whole is None else whole[:, start:stop].T
-        converted = piece.to(dtype).contiguous()
-        if dtype == torch.float16 and converted.isinf().any():
-            raise ValueError(
-                f"{parameter}: holds {piece.abs().max().item():g}, more than float16's 65504; "
-                "export with --dtype bfloat16 or float32"
-            )
-        yield converted
+    for name in source.names:
+        for piece in _stored_pieces(stream, name, source, max(dtype.itemsize, 4)):
+            shifted = piece if source.add == 0 else piece.to(torch.float32) + source.add
+            converted = shifted.to(dtype).contiguous()
+            if dtype == torch.float16 and converted.isinf().any():
+                raise ValueError(
+                    f"{parameter}: holds {piece.abs().max().item():g}, more than float16's 65504; "
+                    "export with --dtype bfloat16 or float32"
+                )
+            yield converted
+
+
+def _stored_pieces(stream: WeightStream, name: str, source: WeightSource, itemsize: int) -> Iterator[Tensor]:
+    """Pieces of one tensor, in the parameter's orientation and the checkpoint's type."""
+    shape = stream.spec(name).shape
+    if source.transpose or source.axis == 1:
+        whole = stream.read_rows(name, 0, shape[0])
+        if source.ranges:
+            whole = torch.cat([whole.narrow(source.axis, a, b - a) for a, b in source.ranges], source.axis)
+        yield from _split(whole.T if source.transpose else whole, itemsize)
+        return
+    step = max(1, PIECE_BYTES // (itemsize * math.prod(shape[1:])))
+    for start, stop in source.ranges or ((0, shape[0]),):
+        for row in range(start, stop, step):
+            yield stream.read_rows(name, row, min(row + step, stop))
+
+
+def _split(rows: Tensor, itemsize: int) -> tuple[Tensor, ...]:
+    step = max(1, PIECE_BYTES // (itemsize * math.prod(rows.shape[1:])))
+    return torch.split(rows, step)
 
 
 def as_bytes(pieces: Iterator[Tensor]) -> Iterator[memoryview]:
@@ -52,19 +69,19 @@ def check_tied(stream: WeightStream, plan: WeightPlan) -> None:
     Raises:
         ValueError: The two differ: the config says one thing and the file another.
     """
-    for name, parameter in plan.tied.items():
+    for name, original_name in plan.tied.items():
         if name not in stream.names:
             continue
-        original, copy = plan.sources[parameter], stream.spec(name)
+        original, copy = stream.spec(original_name), stream.spec(name)
         equal = copy.shape == original.shape
         step = max(1, PIECE_BYTES // (4 * original.shape[-1]))
         for start in range(0, original.shape[0], step):
             stop = min(start + step, original.shape[0])
             equal = equal and torch.equal(
-                stream.read_rows(name, start, stop), stream.read_rows(original.name, start, stop)
+                stream.read_rows(name, start, stop), stream.read_rows(original_name, start, stop)
             )
         if not equal:
             raise ValueError(
-                f"{copy.file}: {name!r} differs from {original.name!r}, but config.json says tie_word_embeddings; "
+                f"{copy.file}: {name!r} differs from {original_name!r}, but config.json says tie_word_embeddings; "
                 "set it to false to use the separate head, or remove the tensor"
             )

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvgraph.models.config_reader import ConfigReader
-from kvgraph.models.rope import RopeConfig, read_rope
 
 DTYPES = ("float32", "float16", "bfloat16")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder's configuration under Hugging Face field names, complete and checked.
+    """What every decoder's configuration has, under Hugging Face field names, complete and checked.
+
+    A family's own class adds what only that family has; none of the fields has a default.
 
     Attributes:
         model_type: The family, as `models/families/<model_type>.py`.
@@ -26,12 +28,8 @@ class ModelConfig:
         num_key_value_heads: K; query head h reads key/value head h // (H / K).
         head_dim: D, not necessarily E / H.
         max_position_embeddings: Positions that the model was made for.
-        rms_norm_eps: Epsilon of every RMS norm.
         hidden_act: Activation of the feed-forward part, by its Hugging Face name.
-        attention_bias: Whether the q, k, v and o projections have biases.
-        mlp_bias: Whether the gate, up and down projections have biases.
         tie_word_embeddings: Whether the head is the embedding table.
-        rope: The rotary embedding.
         bos_token_id: Token that opens a text, if there is one.
         eos_token_ids: Tokens that end a text, as config.json names them.
         dtype: Type that the checkpoint asks to be loaded in; None where config.json does not say.
@@ -46,12 +44,8 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     max_position_embeddings: int
-    rms_norm_eps: float
     hidden_act: str
-    attention_bias: bool
-    mlp_bias: bool
     tie_word_embeddings: bool
-    rope: RopeConfig
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str | None
@@ -63,14 +57,9 @@ class ModelConfig:
                 f"num_key_value_heads {self.num_key_value_heads}"
             )
 
-    @property
-    def num_key_value_groups(self) -> int:
-        """H / K, the query heads that share a key/value head."""
-        return self.num_attention_heads // self.num_key_value_heads
-
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
-        """The configuration that a Hugging Face config.json describes.
+        """The configuration that a Hugging Face config.json describes, read by its family.
 
         Raises:
             ValueError: A key is missing, malformed, contradicted by another, or names what is not implemented.
@@ -81,60 +70,48 @@ class ModelConfig:
         return family(ConfigReader(hf).text("model_type")).config_from_hf(hf)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
-        return {**asdict(self), "eos_token_ids": list(self.eos_token_ids)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ModelConfig:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ValueError: The fields are not those of this version.
-        """
-        known = {field.name for field in fields(cls)}
-        if set(data) != known:
-            raise ValueError(
-                f"model configuration: missing {sorted(known - set(data))}, unknown {sorted(set(data) - known)}; "
-                "use the kvgraph that wrote it"
-            )
-        rope = RopeConfig.from_json(data["rope"])
-        return cls(**{**data, "rope": rope, "eos_token_ids": tuple(data["eos_token_ids"])})
+        """The fields as plain JSON values; tuples become lists."""
+        data: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return data
 
 
-def read_llama_like(hf: Mapping[str, Any]) -> ModelConfig:
-    """The configuration of a `llama` config.json.
+def read_common(
+    reader: ConfigReader,
+    *,
+    hidden_act: str | None = None,
+    tie_word_embeddings: bool = False,
+    bos_token_id: int | None = None,
+    eos_token_ids: tuple[int, ...] = (),
+) -> dict[str, Any]:
+    """The fields of `ModelConfig` from a config.json that spells them as Llama does.
 
-    Defaults are those of transformers' LlamaConfig, and only for keys that published checkpoints leave out.
+    Args:
+        reader: config.json.
+        hidden_act: What the family's transformers class takes where the key is left out; None makes it required.
+        tie_word_embeddings: Likewise.
+        bos_token_id: Likewise.
+        eos_token_ids: Likewise.
 
     Raises:
-        ValueError: A key is missing, malformed, contradicted by another, or names what is not implemented.
+        ValueError: A key is missing or malformed.
     """
-    reader = ConfigReader(hf)
-    model_type = reader.text("model_type")
     heads = reader.integer("num_attention_heads")
-    head_dim = read_head_dim(reader)
-    config = ModelConfig(
-        model_type=model_type,
-        vocab_size=reader.integer("vocab_size"),
-        hidden_size=reader.integer("hidden_size"),
-        intermediate_size=reader.integer("intermediate_size"),
-        num_hidden_layers=reader.integer("num_hidden_layers"),
-        num_attention_heads=heads,
-        num_key_value_heads=reader.integer("num_key_value_heads", default=heads),
-        head_dim=head_dim,
-        max_position_embeddings=reader.integer("max_position_embeddings"),
-        rms_norm_eps=reader.number("rms_norm_eps"),
-        hidden_act=reader.text("hidden_act", default="silu"),
-        attention_bias=reader.flag("attention_bias", default=False),
-        mlp_bias=reader.flag("mlp_bias", default=False),
-        tie_word_embeddings=reader.flag("tie_word_embeddings", default=False),
-        rope=read_rope(reader, head_dim, default_theta=10000.0),
-        bos_token_id=read_bos_token_id(reader, default=1),
-        eos_token_ids=reader.token_ids("eos_token_id", default=(2,)),
-        dtype=read_dtype(reader),
-    )
-    reader.refuse_unread(model_type)
-    return config
+    return {
+        "model_type": reader.text("model_type"),
+        "vocab_size": reader.integer("vocab_size"),
+        "hidden_size": reader.integer("hidden_size"),
+        "intermediate_size": reader.integer("intermediate_size"),
+        "num_hidden_layers": reader.integer("num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": reader.integer("num_key_value_heads", default=heads),
+        "head_dim": read_head_dim(reader),
+        "max_position_embeddings": reader.integer("max_position_embeddings"),
+        "hidden_act": reader.text("hidden_act", default=hidden_act),
+        "tie_word_embeddings": reader.flag("tie_word_embeddings", default=tie_word_embeddings),
+        "bos_token_id": read_bos_token_id(reader, default=bos_token_id),
+        "eos_token_ids": reader.token_ids("eos_token_id", default=eos_token_ids),
+        "dtype": read_dtype(reader),
+    }
 
 
 def read_head_dim(reader: ConfigReader) -> int:

@@ -19,6 +19,30 @@ FAMILIES = {"llama": "kvgraph.models.families.llama"}
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A parameter made from part of a checkpoint tensor, or from its values changed.
+
+    Attributes:
+        parameter: Name in the graphs.
+        ranges: Which of the tensor's entries along `axis` to take, as (start, stop), in this order; () takes all.
+        axis: 0 or 1, in the checkpoint's own orientation.
+        transpose: Whether the checkpoint stores it the other way round; None: where the parameter is a `Linear`'s.
+        add: Added to every value, in float32.
+    """
+
+    parameter: str
+    ranges: tuple[tuple[int, int], ...] = ()
+    axis: int = 0
+    transpose: bool | None = None
+    add: float = 0.0
+
+
+# What becomes of a checkpoint tensor: a parameter as it is, parts of it, or None = known and dropped. "{i}" stands for
+# the layer; "{e}" for the expert, whose tensors are stacked along a new first axis.
+Into = str | Part | tuple[Part, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """An architecture.
 
@@ -26,13 +50,13 @@ class Family:
         model_type: Its name in config.json.
         config_from_hf: Reads config.json; refuses what it does not honour.
         build: The module with unset parameters, on the current default device.
-        weight_names: Checkpoint tensor name -> parameter name, "{i}" for the layer; None = known and dropped.
+        weight_names: Checkpoint tensor name -> what becomes of it.
     """
 
     model_type: str
     config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
     build: Callable[[ModelConfig, Precision], Decoder]
-    weight_names: Mapping[str, str | None]
+    weight_names: Callable[[ModelConfig], Mapping[str, Into]]
 
 
 def family(model_type: str) -> Family:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvgraph.models import ops
+from kvgraph.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,29 +110,51 @@ class GatedMLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Rotary attention with grouped key/value heads over a cache buffer that it also writes."""
+    """Attention with grouped key/value heads over a cache buffer that it also writes."""
 
     def __init__(
         self,
-        hidden_size: int,
-        num_attention_heads: int,
-        num_key_value_heads: int,
-        head_dim: int,
-        bias: bool,
-        scale: float,
+        config: ModelConfig,
         dtype: torch.dtype,
+        *,
+        qkv_bias: bool,
+        out_bias: bool,
+        scale: float | None = None,
+        interleaved: bool = False,
     ) -> None:
+        """Projections as `config` sizes them.
+
+        Args:
+            config: Hidden size, heads, key/value heads and head dimension.
+            dtype: Compute type.
+            qkv_bias: Whether the query, key and value projections have biases.
+            out_bias: Whether the output projection has one.
+            scale: Factor on the scores; default 1 / sqrt(D).
+            interleaved: Whether rotary pairs are neighbours rather than half a head apart.
+        """
         super().__init__()
-        self.q_proj = Linear(hidden_size, num_attention_heads * head_dim, bias, dtype)
-        self.k_proj = Linear(hidden_size, num_key_value_heads * head_dim, bias, dtype)
-        self.v_proj = Linear(hidden_size, num_key_value_heads * head_dim, bias, dtype)
-        self.o_proj = Linear(num_attention_heads * head_dim, hidden_size, bias, dtype)
-        self.head_dim = head_dim
-        self.scale = scale
+        size, heads = config.hidden_size, config.num_attention_heads
+        self.head_dim = config.head_dim
+        key_value_size = config.num_key_value_heads * self.head_dim
+        self.q_proj = Linear(size, heads * self.head_dim, qkv_bias, dtype)
+        self.k_proj = Linear(size, key_value_size, qkv_bias, dtype)
+        self.v_proj = Linear(size, key_value_size, qkv_bias, dtype)
+        self.o_proj = Linear(heads * self.head_dim, size, out_bias, dtype)
+        self.scale = self.head_dim**-0.5 if scale is None else scale
+        self.interleaved = interleaved
 
     def split_heads(self, x: Tensor) -> Tensor:
         """[B, S, heads * D] -> [B, heads, S, D]."""
         return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
+
+    def queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, S, E] -> [B, H, S, D] and [B, K, S, D], before the rotation; families that norm them override it."""
+        return self.split_heads(self.q_proj(x)), self.split_heads(self.k_proj(x))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        """[B, H, S, D], [B, K, T, D] twice and a mask -> [B, H, S, D]; families with soft caps override it."""
+        attended: Tensor = ops.attention(query, key, value, mask, self.scale)
+        return attended
 
     def forward(
         self,
@@ -139,9 +162,9 @@ class Attention(nn.Module):
         past_length: Tensor,
         past_key: Tensor,
         past_value: Tensor,
-        cos: Tensor,
-        sin: Tensor,
         mask: Tensor,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Attend to the cache and the new tokens.
 
@@ -150,16 +173,18 @@ class Attention(nn.Module):
             past_length: [B] int64.
             past_key: [B, K, T, D].
             past_value: [B, K, T, D].
-            cos: [B, S, D / 2].
-            sin: [B, S, D / 2].
-            mask: [B, 1, S, T] bool.
+            mask: [B, 1, S, T] bool, or [B, 1 or H, S, T] float to add to the scores.
+            cos: [B, S, R]; None in a layer without rotary positions.
+            sin: [B, S, R].
 
         Returns:
             [B, S, E], and the two buffers with the new entries.
         """
-        query = ops.rotary_embedding(self.split_heads(self.q_proj(x)), cos, sin, False)
-        key = ops.rotary_embedding(self.split_heads(self.k_proj(x)), cos, sin, False)
+        query, key = self.queries_and_keys(x)
+        if cos is not None and sin is not None:
+            query = ops.rotary_embedding(query, cos, sin, self.interleaved)
+            key = ops.rotary_embedding(key, cos, sin, self.interleaved)
         present_key = ops.tensor_scatter(past_key, key, past_length)
         present_value = ops.tensor_scatter(past_value, self.split_heads(self.v_proj(x)), past_length)
-        attended = ops.attention(query, present_key, present_value, mask, self.scale)
+        attended = self.attend(query, present_key, present_value, mask)
         return self.o_proj(attended.transpose(1, 2).flatten(2)), present_key, present_value

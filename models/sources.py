@@ -1,14 +1,12 @@
-"""Which checkpoint tensor every parameter of a module is read from."""
+"""Which checkpoint tensors every parameter of a module is read from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from torch import nn
-
-from kvgraph.models.decoder import Decoder
-from kvgraph.models.family import Family
+from kvgraph.models.decoder import Decoder, graph_name
+from kvgraph.models.family import Family, Into, Part
 from kvgraph.models.layers import Linear
 
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -19,14 +17,18 @@ class WeightSource:
     """Where one parameter comes from.
 
     Attributes:
-        name: Tensor name in the checkpoint.
+        names: Tensors of the checkpoint; several are stacked along a new first axis.
+        ranges: What to take of each along `axis`, as (start, stop); () takes all.
+        axis: 0 or 1, before transposing.
         transpose: Whether the checkpoint stores it the other way round.
-        shape: Its shape in the checkpoint.
+        add: Added to every value.
     """
 
-    name: str
+    names: tuple[str, ...]
+    ranges: tuple[tuple[int, int], ...]
+    axis: int
     transpose: bool
-    shape: tuple[int, ...]
+    add: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +37,20 @@ class WeightPlan:
 
     Attributes:
         sources: Parameter name -> source.
+        shapes: Checkpoint name -> shape of everything that must be there.
         dropped: Checkpoint names that are known and not used.
-        tied: Checkpoint name -> parameter whose values it must repeat where it is present.
+        tied: Checkpoint name -> checkpoint name whose values it must repeat where it is present.
     """
 
     sources: Mapping[str, WeightSource]
+    shapes: Mapping[str, tuple[int, ...]]
     dropped: frozenset[str]
     tied: Mapping[str, str]
 
-    def expected(self) -> dict[str, tuple[int, ...]]:
-        """Checkpoint name -> shape of everything that must be there."""
-        return {source.name: source.shape for source in self.sources.values()}
+    @property
+    def ignorable(self) -> frozenset[str]:
+        """Checkpoint names that may be present or absent."""
+        return self.dropped | self.tied.keys()
 
 
 def plan_weights(family: Family, decoder: Decoder) -> WeightPlan:
@@ -54,34 +59,49 @@ def plan_weights(family: Family, decoder: Decoder) -> WeightPlan:
     A name whose parameter the module lacks (a bias that the config rules out) is left out of the plan, so that a
     checkpoint that holds it is refused.
     """
-    shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
-    flipped = {f"{name}.weight" for name, module in decoder.named_modules() if isinstance(module, Linear)}
+    parameters = decoder.weights()
+    modules = decoder.named_modules()
+    linear = {graph_name(f"{name}.weight") for name, module in modules if isinstance(module, Linear)}
+    names = family.weight_names(decoder.config)
     sources: dict[str, WeightSource] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     dropped: set[str] = set()
-    for source, parameter in _expanded(family.weight_names, len(decoder.layer_kinds)):
-        if parameter is None:
-            dropped.add(source)
-        elif parameter in shapes:
-            shape, transpose = shapes[parameter], parameter in flipped
-            sources[parameter] = WeightSource(source, transpose, shape[::-1] if transpose else shape)
-    unset = shapes.keys() - sources.keys()
+    for pattern, parts in _expanded(names, len(decoder.layer_kinds)):
+        if not parts:
+            dropped.add(pattern)
+        for part in parts:
+            if part.parameter not in parameters:
+                continue
+            shape = tuple(parameters[part.parameter].shape)
+            experts = range(shape[0]) if "{e}" in pattern else range(1)
+            tensors = tuple(pattern.replace("{e}", str(expert)) for expert in experts)
+            transpose = part.parameter in linear if part.transpose is None else part.transpose
+            sources[part.parameter] = WeightSource(tensors, part.ranges, part.axis, transpose, part.add)
+            single = shape[1:] if "{e}" in pattern else shape
+            stored = single[::-1] if transpose else single
+            shapes.update({name: _joined(shapes.get(name), stored, part.axis) for name in tensors})
+    unset = parameters.keys() - sources.keys()
     assert not unset, f"{family.model_type}: no weight name for {sorted(unset)[:3]}"
-    tied = {source: EMBEDDING for source, parameter in family.weight_names.items() if parameter == LM_HEAD}
-    return WeightPlan(sources, frozenset(dropped), tied if decoder.lm_head is None else {})
+    tied: dict[str, str] = {}
+    if decoder.head.lm_head is None:
+        (embedding,) = sources[EMBEDDING].names
+        tied = {source: embedding for source, into in names.items() if into == LM_HEAD}
+    return WeightPlan(sources, shapes, frozenset(dropped), tied)
 
 
-def _expanded(names: Mapping[str, str | None], num_layers: int) -> list[tuple[str, str | None]]:
-    """The map with "{i}" replaced by every layer's number."""
-    pairs: list[tuple[str, str | None]] = []
-    for source, parameter in names.items():
-        for layer in range(num_layers if "{i}" in source else 1):
-            number = str(layer)
-            pairs.append((source.replace("{i}", number), parameter and parameter.replace("{i}", number)))
-    return pairs
+def _expanded(names: Mapping[str, Into], num_layers: int) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    """The map with "{i}" replaced by every layer's number; () for what is dropped."""
+    for pattern, into in names.items():
+        for layer in map(str, range(num_layers if "{i}" in pattern else 1)):
+            parts = (
+                (Part(into),) if isinstance(into, str) else (into,) if isinstance(into, Part) else into or ()
+            )
+            numbered = (replace(part, parameter=part.parameter.replace("{i}", layer)) for part in parts)
+            yield pattern.replace("{i}", layer), tuple(numbered)
 
 
-def parameter_dtypes(module: nn.Module) -> dict[str, str]:
-    """Parameter name -> dtype name ("float16")."""
-    return {
-        name: str(parameter.dtype).removeprefix("torch.") for name, parameter in module.named_parameters()
-    }
+def _joined(seen: tuple[int, ...] | None, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    """Shape of a tensor that holds a part of `shape` beside those seen so far, along `axis`."""
+    if seen is None:
+        return shape
+    return (*shape[:axis], seen[axis] + shape[axis], *shape[axis + 1 :])

@@ -2,29 +2,69 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from kvgraph.models.config import ModelConfig, read_llama_like
-from kvgraph.models.decoder import Decoder
-from kvgraph.models.family import Family
-from kvgraph.models.layers import Attention, GatedMLP, Precision, RMSNorm
+from torch import Tensor
+
+from kvgraph.models.config import ModelConfig, read_common
+from kvgraph.models.config_reader import ConfigReader
+from kvgraph.models.decoder import Decoder, DecoderLayer, Head, Prelude
+from kvgraph.models.family import Family, Into
+from kvgraph.models.layers import Attention, Embedding, GatedMLP, Linear, Precision, RMSNorm
+from kvgraph.models.positions import CausalMask, Rotary
+from kvgraph.models.rope import RopeConfig, read_rope
 
 
-class LlamaLayer(nn.Module):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig(ModelConfig):
+    """Llama's configuration.
+
+    Attributes:
+        rms_norm_eps: Epsilon of every RMS norm.
+        attention_bias: Whether the q, k, v and o projections have biases.
+        mlp_bias: Whether the gate, up and down projections have biases.
+        rope: The rotary embedding.
+    """
+
+    rms_norm_eps: float
+    attention_bias: bool
+    mlp_bias: bool
+    rope: RopeConfig
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
+    """Read a `llama` config.json.
+
+    Defaults are those of transformers' LlamaConfig, and only for keys that published checkpoints leave out.
+
+    Raises:
+        ValueError: A key is missing, malformed, contradicted by another, or names what is not implemented.
+    """
+    reader = ConfigReader(hf)
+    common = read_common(reader, hidden_act="silu", bos_token_id=1, eos_token_ids=(2,))
+    config = LlamaConfig(
+        **common,
+        rms_norm_eps=reader.number("rms_norm_eps"),
+        attention_bias=reader.flag("attention_bias", default=False),
+        mlp_bias=reader.flag("mlp_bias", default=False),
+        rope=read_rope(reader, common["head_dim"], default_theta=10000.0),
+    )
+    reader.refuse_unread(config.model_type)
+    return config
+
+
+class LlamaLayer(DecoderLayer):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, precision: Precision) -> None:
+    def __init__(self, config: LlamaConfig, precision: Precision) -> None:
         super().__init__()
         compute = precision.compute
+        self.kv_shape = (config.num_key_value_heads, config.head_dim)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, compute)
         self.self_attn = Attention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            config.attention_bias,
-            config.head_dim**-0.5,
-            compute,
+            config, compute, qkv_bias=config.attention_bias, out_bias=config.attention_bias
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, compute)
         self.mlp = GatedMLP(
@@ -37,13 +77,11 @@ class LlamaLayer(nn.Module):
         past_length: Tensor,
         past_key: Tensor,
         past_value: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor,
+        *shared: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `kvgraph.models.decoder.DecoderLayer`."""
+        """See `DecoderLayer`."""
         attended, key, value = self.self_attn(
-            self.input_layernorm(hidden_states), past_length, past_key, past_value, cos, sin, mask
+            self.input_layernorm(hidden_states), past_length, past_key, past_value, *shared
         )
         hidden_states = hidden_states + attended.to(hidden_states.dtype)
         fed_forward = self.mlp(self.post_attention_layernorm(hidden_states))
@@ -52,33 +90,38 @@ class LlamaLayer(nn.Module):
 
 def build(config: ModelConfig, precision: Precision) -> Decoder:
     """The module with unset parameters."""
-    layers = [LlamaLayer(config, precision) for _ in range(config.num_hidden_layers)]
-    return Decoder(config, precision, layers, ["full_attention"] * len(layers))
+    assert isinstance(config, LlamaConfig)
+    compute = precision.compute
+    embed_tokens = Embedding(config.vocab_size, config.hidden_size, compute)
+    tied = config.tie_word_embeddings
+    lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, False, compute)
+    return Decoder(
+        config,
+        precision,
+        Prelude(
+            embed_tokens,
+            [CausalMask(), Rotary(config.rope, config.head_dim, compute)],
+            precision.residual,
+        ),
+        [LlamaLayer(config, precision) for _ in range(config.num_hidden_layers)],
+        Head(RMSNorm(config.hidden_size, config.rms_norm_eps, compute), lm_head, embed_tokens),
+    )
 
 
 LAYER = "model.layers.{i}."
-WEIGHT_NAMES: dict[str, str | None] = {
-    "model.embed_tokens.weight": "model.embed_tokens.weight",
-    LAYER + "input_layernorm.weight": LAYER + "input_layernorm.weight",
-    LAYER + "self_attn.q_proj.weight": LAYER + "self_attn.q_proj.weight",
-    LAYER + "self_attn.q_proj.bias": LAYER + "self_attn.q_proj.bias",
-    LAYER + "self_attn.k_proj.weight": LAYER + "self_attn.k_proj.weight",
-    LAYER + "self_attn.k_proj.bias": LAYER + "self_attn.k_proj.bias",
-    LAYER + "self_attn.v_proj.weight": LAYER + "self_attn.v_proj.weight",
-    LAYER + "self_attn.v_proj.bias": LAYER + "self_attn.v_proj.bias",
-    LAYER + "self_attn.o_proj.weight": LAYER + "self_attn.o_proj.weight",
-    LAYER + "self_attn.o_proj.bias": LAYER + "self_attn.o_proj.bias",
-    # Old checkpoints carry the rotary table, which the config determines.
-    LAYER + "self_attn.rotary_emb.inv_freq": None,
-    LAYER + "post_attention_layernorm.weight": LAYER + "post_attention_layernorm.weight",
-    LAYER + "mlp.gate_proj.weight": LAYER + "mlp.gate_proj.weight",
-    LAYER + "mlp.gate_proj.bias": LAYER + "mlp.gate_proj.bias",
-    LAYER + "mlp.up_proj.weight": LAYER + "mlp.up_proj.weight",
-    LAYER + "mlp.up_proj.bias": LAYER + "mlp.up_proj.bias",
-    LAYER + "mlp.down_proj.weight": LAYER + "mlp.down_proj.weight",
-    LAYER + "mlp.down_proj.bias": LAYER + "mlp.down_proj.bias",
-    "model.norm.weight": "model.norm.weight",
-    "lm_head.weight": "lm_head.weight",
-}
 
-FAMILY = Family("llama", read_llama_like, build, WEIGHT_NAMES)
+
+def weight_names(config: ModelConfig) -> dict[str, Into]:
+    """Checkpoint names are the graphs' own."""
+    same = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
+    linears = [f"self_attn.{name}_proj" for name in "qkvo"] + [
+        f"mlp.{name}_proj" for name in ("gate", "up", "down")
+    ]
+    parts = [*norms, *(f"{linear}.{kind}" for linear in linears for kind in ("weight", "bias"))]
+    names: dict[str, Into] = {name: name for name in (*same, *(LAYER + part for part in parts))}
+    # Old checkpoints carry the rotary table, which the config determines.
+    return {**names, LAYER + "self_attn.rotary_emb.inv_freq": None}
+
+
+FAMILY = Family("llama", config_from_hf, build, weight_names)
