@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,22 +78,6 @@ class RopeConfig:
             ValueError: An unknown rope type or parameter, a missing parameter, or two spellings that disagree.
         """
         return read_rope(ConfigReader(hf), head_dim, default_theta=default_theta)
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> RopeConfig:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ValueError: The fields are not those of this version.
-        """
-        known = {field.name for field in fields(cls)}
-        if set(data) != known or data["rope_type"] not in ROPE_PARAMETERS:
-            raise ValueError(f"rope is {dict(data)!r}, expected the fields {', '.join(sorted(known))}")
-        return cls(**data)
 
 
 def read_rope(reader: ConfigReader, head_dim: int, *, default_theta: float | None = None) -> RopeConfig:
