@@ -19,7 +19,8 @@ from tqdm import tqdm
 import kvgraph
 from kvgraph.export.assemble import assemble
 from kvgraph.export.bundle import BUNDLE_FILE, SCHEMA_VERSION, Bundle, FileEntry, hash_file
-from kvgraph.export.contract import GRAPHS, Contract, GraphName, graph_file, hidden_state, scatter_state
+from kvgraph.export.contract import GRAPHS, Contract, GraphName, graph_file, hidden_state
+from kvgraph.export.decoder_contract import decoder_contract
 from kvgraph.export.trace import TracedDecoder, fake_decoder, trace_decoder
 from kvgraph.export.weight_bytes import as_bytes, check_tied, weight_pieces
 from kvgraph.export.weights_file import WEIGHTS_FILE, WeightLayout, plan_layout, write_weights
@@ -87,7 +88,7 @@ def export_checkpoint(
     with writing_directory(output, BUNDLE_FILE, force) as directory:
         precision = Precision(getattr(torch, dtype), getattr(torch, residual_dtype))
         stream = checkpoint.weights() if options.weights else None
-        traced = trace_model(config, precision, dtype, options.capacity, stream)
+        traced = trace_model(config, precision, options.capacity, stream)
         layout = plan_layout(traced.parameters)
         _write_graphs(directory, traced, layout, options.debug_outputs)
         hashes = {}
@@ -105,7 +106,6 @@ def export_checkpoint(
 def trace_model(
     config: ModelConfig,
     precision: Precision,
-    dtype: str,
     capacity: int | None,
     stream: WeightStream | None,
 ) -> TracedModel:
@@ -120,13 +120,7 @@ def trace_model(
             name: (str(weight.dtype).removeprefix("torch."), tuple(weight.shape))
             for name, weight in decoder.weights().items()
         }
-        contract = Contract(
-            vocab_size=config.vocab_size,
-            num_layers=config.num_hidden_layers,
-            max_positions=config.max_position_embeddings,
-            takes_new_length=decoder.prelude.takes_new_length,
-            state=scatter_state(decoder.kv_shapes, dtype, capacity),
-        )
+        contract = decoder_contract(decoder, capacity)
     # Outside of the trace, where tensors have values.
     return TracedModel(contract, graphs, decoder.prelude.constants, parameters, weights)
 

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvgraph.export.contract import Contract, past_key, past_value, scatter_state
+from kvgraph.export.contract import Contract, past_key, past_value
+from kvgraph.export.decoder_contract import decoder_contract
 from kvgraph.export.weight_bytes import check_tied, weight_pieces
 from kvgraph.models.checkpoint import Checkpoint
 from kvgraph.models.decoder import Decoder, graph_name
@@ -58,15 +59,8 @@ class TorchSession:
         self._decoder = decoder
         self._source = source
         self._hidden: tuple[Floats, ...] = ()
-        config = decoder.config
         self._dtype = decoder.precision.compute
-        self._contract = Contract(
-            vocab_size=config.vocab_size,
-            num_layers=config.num_hidden_layers,
-            max_positions=config.max_position_embeddings,
-            takes_new_length=decoder.prelude.takes_new_length,
-            state=scatter_state(decoder.kv_shapes, str(self._dtype).removeprefix("torch.")),
-        )
+        self._contract = decoder_contract(decoder)
 
     @classmethod
     def open(

@@ -1,0 +1,18 @@
+"""The contract that a decoder's graphs will keep."""
+
+from __future__ import annotations
+
+from kvgraph.export.contract import Contract, scatter_state
+from kvgraph.models.decoder import Decoder
+
+
+def decoder_contract(decoder: Decoder, capacity: int | None = None) -> Contract:
+    """Vocabulary, positions and cache of `decoder`, with T as a number where `capacity` is one."""
+    dtype = str(decoder.precision.compute).removeprefix("torch.")
+    return Contract(
+        vocab_size=decoder.config.vocab_size,
+        num_layers=decoder.config.num_hidden_layers,
+        max_positions=decoder.config.max_position_embeddings,
+        takes_new_length=decoder.prelude.takes_new_length,
+        state=scatter_state(decoder.kv_shapes, dtype, capacity),
+    )
