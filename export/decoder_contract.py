@@ -12,7 +12,7 @@ def decoder_contract(decoder: Decoder, capacity: int | None = None) -> Contract:
     return Contract(
         vocab_size=decoder.config.vocab_size,
         num_layers=decoder.config.num_hidden_layers,
-        max_positions=decoder.config.max_position_embeddings,
+        max_positions=decoder.config.max_positions,
         takes_new_length=decoder.prelude.takes_new_length,
         state=scatter_state(decoder.kv_shapes, dtype, capacity),
     )

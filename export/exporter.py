@@ -132,9 +132,9 @@ def _known_dtype(name: str, option: str) -> str:
 
 
 def _check_capacity(capacity: int | None, config: ModelConfig) -> None:
-    if capacity is not None and not 2 <= capacity <= config.max_position_embeddings:
+    if capacity is not None and not 2 <= capacity <= config.max_positions:
         raise ValueError(
-            f"capacity is {capacity}, expected 2 to {config.max_position_embeddings}, the positions of the model"
+            f"capacity is {capacity}, expected 2 to {config.max_positions}, the positions of the model"
         )
 
 
@@ -214,7 +214,7 @@ def _describe(
         residual_dtype=residual_dtype,
         contract=traced.contract,
         recipe=None,
-        source={**asdict(checkpoint.source), "digest": checkpoint.digest()},
+        source={**asdict(checkpoint.source), "digest": checkpoint.digest(weights=WEIGHTS_FILE in hashes)},
         weights=weights,
         files=files,
         versions={package: version(package) for package in _PACKAGES},

@@ -57,6 +57,11 @@ class ModelConfig:
                 f"num_key_value_heads {self.num_key_value_heads}"
             )
 
+    @property
+    def max_positions(self) -> int:
+        """Positions that a sequence may have; more than the model was made for where its rope stretches them."""
+        return self.max_position_embeddings
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
         """The configuration that a Hugging Face config.json describes, read by its family.

@@ -33,6 +33,13 @@ class LlamaConfig(ModelConfig):
     mlp_bias: bool
     rope: RopeConfig
 
+    @property
+    def max_positions(self) -> int:
+        """These two rope types leave `max_position_embeddings` at the trained length."""
+        stretched = self.rope.rope_type in ("linear", "dynamic")
+        factor = self.rope.factor if stretched and self.rope.factor is not None else 1
+        return int(self.max_position_embeddings * factor)
+
 
 def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
     """Read a `llama` config.json.
