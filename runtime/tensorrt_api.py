@@ -74,6 +74,7 @@ class BuilderConfig(Protocol):
     num_compute_capabilities: int
     progress_monitor: object
 
+    def set_flag(self, flag: object) -> None: ...
     def set_compute_capability(self, compute_capability: object, index: int) -> bool: ...
     def add_optimization_profile(self, profile: OptimizationProfile) -> int: ...
 
@@ -122,6 +123,7 @@ class TensorRT(Protocol):
 
     __version__: str
     # Enumerations and base classes of the bindings, used by name.
+    BuilderFlag: Any
     ILogger: Any
     IProgressMonitor: Any
     ComputeCapability: Any

@@ -1,0 +1,68 @@
+"""bfloat16 graphs for runtimes that cannot compute in it."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+_FLOAT = ir.TensorType(ir.DataType.FLOAT)
+
+
+def widen_bfloat16(model: ir.Model) -> bool:
+    """Make every bfloat16 value of a graph float32; weights stay bfloat16 where they are stored.
+
+    Rules:
+        * A bfloat16 initializer is read through one `Cast` to float32, shared by its readers.
+        * Inputs, outputs and results of nodes become float32; so do constants and the targets of casts.
+
+    ONNX Runtime CPU has no MatMul, Add, Sigmoid or Attention for bfloat16, and has that Cast: it applies it once, while
+    it loads. Nothing is lost: every bfloat16 number is a float32 number.
+    """
+    changed = [_read_widened(model.graph, value) for value in list(model.graph.initializers.values())]
+    for node in model.graph:
+        if node.op_type != "Cast" or not _reads_initializer(node):
+            changed.append(_widen_attributes(node))
+        changed += [_widen(value) for value in node.outputs]
+    changed += [_widen(value) for value in model.graph.inputs]
+    return any(changed)
+
+
+def _read_widened(graph: ir.Graph, weight: ir.Value) -> bool:
+    """Put a Cast between a bfloat16 initializer and its readers."""
+    if weight.dtype != ir.DataType.BFLOAT16:
+        return False
+    readers = [(use.node, use.idx) for use in weight.uses()]
+    cast = ir.Node("", "Cast", [weight], [ir.AttrInt64("to", ir.DataType.FLOAT)], name=f"{weight.name}.widen")
+    widened = cast.outputs[0]
+    widened.name, widened.type, widened.shape = f"{weight.name}.float32", _FLOAT, weight.shape
+    for node, index in readers:
+        node.replace_input_with(index, widened)
+    if len(graph):
+        graph.insert_before(graph[0], cast)
+    return True
+
+
+def _reads_initializer(node: ir.Node) -> bool:
+    value = node.inputs[0]
+    return value is not None and value.is_initializer()
+
+
+def _widen(value: ir.Value) -> bool:
+    if value.dtype != ir.DataType.BFLOAT16:
+        return False
+    value.type = _FLOAT
+    return True
+
+
+def _widen_attributes(node: ir.Node) -> bool:
+    """Float32 in place of bfloat16 in constants and in attributes that name a type."""
+    changed = False
+    for name, attribute in list(node.attributes.items()):
+        if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == ir.DataType.BFLOAT16:
+            tensor = ir.tensor(attribute.as_tensor().numpy().astype(np.float32))
+            node.attributes[name] = ir.AttrTensor(name, tensor)
+            changed = True
+        elif name in ("to", "softmax_precision") and attribute.as_int() == ir.DataType.BFLOAT16:
+            node.attributes[name] = ir.AttrInt64(name, ir.DataType.FLOAT)
+            changed = True
+    return changed

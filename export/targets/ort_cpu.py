@@ -1,0 +1,67 @@
+"""`kvgraph build --target ort-cpu`: the bundle's graphs in types that ONNX Runtime computes on a CPU.
+
+The weights are not copied. The built graphs name `weights.safetensors` as if they lay beside it, for ONNX Runtime
+refuses external data outside of the folder it looks in; a session tells it that folder, the bundle, with
+`session.model_external_initializers_file_folder_path`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+
+import onnx_ir as ir
+
+from kvgraph.export.bundle import Bundle
+from kvgraph.export.contract import GRAPHS, Contract, graph_file
+from kvgraph.export.passes.widen_bfloat16 import widen_bfloat16
+from kvgraph.export.targets.target_writer import new_target, write_target
+from kvgraph.runtime.target import Target, TargetGraph
+
+ORT_CPU = "ort-cpu"
+
+
+def build_ort_cpu(bundle: Bundle) -> Target:
+    """Write the bundle's graphs, bfloat16 widened to float32, to `targets/ort-cpu/`.
+
+    The caches of a bfloat16 bundle become float32 too; the contract in target.json says so.
+
+    Raises:
+        ValueError: The bundle's graphs are not readable.
+    """
+    started = time.monotonic()
+    with new_target(bundle, ORT_CPU) as directory:
+        for graph in GRAPHS:
+            model = ir.load(bundle.graph_path(graph))
+            widen_bfloat16(model)
+            (directory / graph_file(graph)).write_bytes(ir.to_proto(model).SerializeToString())
+        write_target(
+            directory,
+            bundle,
+            ORT_CPU,
+            runtime_version=_onnxruntime_version(),
+            contract=widened_contract(bundle.contract),
+            graphs={graph: TargetGraph(graph_file(graph), graph, None, {}) for graph in GRAPHS},
+            build_time_s=time.monotonic() - started,
+        )
+    return Target.open(bundle, ORT_CPU)
+
+
+def widened_contract(contract: Contract) -> Contract:
+    """The contract with float32 caches where they were bfloat16."""
+    state = tuple(
+        replace(tensor, dtype="float32") if tensor.dtype == "bfloat16" else tensor
+        for tensor in contract.state
+    )
+    return replace(contract, state=state)
+
+
+def _onnxruntime_version() -> str:
+    """Of the package that this machine has, under either of its names; building needs neither."""
+    for package in ("onnxruntime", "onnxruntime-gpu"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return "(none)"

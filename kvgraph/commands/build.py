@@ -1,0 +1,96 @@
+"""`kvgraph build BUNDLE --target NAME`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvgraph.export.bundle import Bundle
+    from kvgraph.runtime.target import Target
+
+NAME = "build"
+HELP = "compile a bundle for a target: ONNX Runtime, TensorRT, TensorRT-RTX"
+
+_TENSORRT = ("tensorrt", "tensorrt-rtx")
+_TARGETS = ("ort-cpu", *_TENSORRT)
+# Flags that only engines have -> the field of TensorRTOptions.
+_ENGINE_FLAGS = {
+    "--max-batch": "max_batch",
+    "--max-context": "max_context",
+    "--prefill-chunk": "prefill_chunk",
+    "--engines": "engines",
+    "--compute-capability": "compute_capabilities",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's flags."""
+    parser.add_argument("bundle", metavar="BUNDLE", help="directory from kvgraph export or kvgraph quantize")
+    parser.add_argument("--target", required=True, choices=_TARGETS, help="what to build")
+    engine = parser.add_argument_group("engines of TensorRT and TensorRT-RTX")
+    engine.add_argument("--max-batch", type=int, metavar="N", help="most rows (default 1)")
+    engine.add_argument(
+        "--max-context",
+        type=int,
+        metavar="N",
+        help="cache slots a row (default: the model's positions, at most 4096)",
+    )
+    engine.add_argument(
+        "--prefill-chunk",
+        type=int,
+        metavar="N",
+        help="most new tokens a call (default: the context, at most 512)",
+    )
+    engine.add_argument(
+        "--engines",
+        choices=("one", "two"),
+        help="one engine with a profile for each graph, or one per graph (default: one, if the weights are the same)",
+    )
+    engine.add_argument(
+        "--compute-capability",
+        dest="compute_capabilities",
+        type=_capabilities,
+        metavar="89,120",
+        help="GPUs to build for, TensorRT-RTX only (default: all that it knows)",
+    )
+
+
+def _capabilities(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers such as 89 or 89,120") from None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build and print one line about the result."""
+    from kvgraph.export.bundle import Bundle
+
+    bundle = Bundle.open(args.bundle)
+    target = _build_tensorrt(bundle, args) if args.target in _TENSORRT else _build_ort(bundle, args)
+    size = sum(entry.size for entry in target.files.values())
+    devices = ", ".join(f"SM{capability}" for capability in target.compute_capabilities) or "CPU"
+    print(
+        f"{target.path}: {target.name} {target.runtime_version}, {devices}, {', '.join(target.files)}, "
+        f"{size / 1e6:.1f} MB, {target.build_time_s:.1f} s"
+    )
+    return 0
+
+
+def _build_tensorrt(bundle: Bundle, args: argparse.Namespace) -> Target:
+    from kvgraph.export.targets.tensorrt import TensorRTOptions, build_tensorrt
+
+    options = TensorRTOptions(**{name: getattr(args, name) for name in _ENGINE_FLAGS.values()})
+    return build_tensorrt(bundle, args.target, options)
+
+
+def _build_ort(bundle: Bundle, args: argparse.Namespace) -> Target:
+    from kvgraph.export.targets.ort_cpu import build_ort_cpu
+
+    for flag, name in _ENGINE_FLAGS.items():
+        if getattr(args, name) is not None:
+            raise ValueError(
+                f"{flag} is for {' and '.join(_TENSORRT)}, the target is {args.target}; leave it out"
+            )
+    return build_ort_cpu(bundle)
