@@ -1,0 +1,106 @@
+"""What a checkpoint holds, and what an export of it would give: from its configuration and the headers of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from kvgraph.export.decoder_contract import decoder_contract
+from kvgraph.export.inspect import Inspection, group_contract, size_cache
+from kvgraph.export.weight_kinds import Weight, group_weights, part_of, size_parts
+from kvgraph.models.checkpoint import Checkpoint, open_checkpoint
+from kvgraph.models.config import DTYPES, ModelConfig
+from kvgraph.models.decoder import Decoder
+from kvgraph.models.family import family
+from kvgraph.models.layers import Precision
+from kvgraph.models.sources import WeightPlan, plan_weights
+
+# What is assumed of a bare config.json that names none; exporting it would need --dtype.
+_ASSUMED_DTYPE = "float16"
+
+
+def inspect_checkpoint(
+    source: str | Path, batch_size: int, context: int | None, dtype: str | None, revision: str | None
+) -> Inspection:
+    """Look into a checkpoint, see `kvgraph.export.inspect.inspect`.
+
+    The weights of a directory are those that its files hold, checked against the model. Of a bare config.json and of
+    a hub checkpoint, whose weights are not fetched, they are those that an export would write.
+
+    Raises:
+        ValueError: The checkpoint is damaged or not known, or an argument is out of its range.
+        OSError: It cannot be read or fetched.
+    """
+    checkpoint = open_checkpoint(source, revision, weights=False)
+    config, stored = checkpoint.config, checkpoint.source.kind == "directory"
+    dtype = _dtype(checkpoint, config, dtype)
+    decoder = meta_decoder(config, dtype)
+    plan = plan_weights(family(config.model_type), decoder)
+    kinds = group_weights(_stored(checkpoint, plan) if stored else _planned(decoder))
+    contract = decoder_contract(decoder)
+    return Inspection(
+        kind="checkpoint" if stored else "config",
+        path=str(source),
+        model_type=config.model_type,
+        dtype=dtype,
+        config=config.to_json(),
+        parts=size_parts(kinds),
+        weights=kinds,
+        tied_head=decoder.head.lm_head is None,
+        cache=size_cache(contract, batch_size, context),
+        contract=group_contract(contract),
+        operators=None,
+        files=_files(checkpoint),
+        targets=(),
+        recipe=None,
+        source={**asdict(checkpoint.source), "digest": checkpoint.digest(weights=stored)},
+        versions={},
+    )
+
+
+def meta_decoder(config: ModelConfig, dtype: str) -> Decoder:
+    """The module with parameters that have shapes and types and take no memory."""
+    torch_dtype = getattr(torch, dtype)
+    with torch.device("meta"):
+        return family(config.model_type).build(config, Precision(torch_dtype, torch_dtype))
+
+
+def _dtype(checkpoint: Checkpoint, config: ModelConfig, asked: str | None) -> str:
+    if asked is not None:
+        if asked not in DTYPES:
+            raise ValueError(f"dtype is {asked!r}, expected one of {', '.join(DTYPES)}")
+        return asked
+    if checkpoint.source.kind != "directory":
+        return config.dtype or _ASSUMED_DTYPE
+    return checkpoint.dtype()
+
+
+def _stored(checkpoint: Checkpoint, plan: WeightPlan) -> Iterator[Weight]:
+    """The tensors that the files hold and the model reads."""
+    stream = checkpoint.weights()
+    stream.check(plan.shapes, plan.ignorable)
+    parts: dict[str, str] = {}
+    for parameter, source in plan.sources.items():
+        for name in source.names:
+            # A tensor that is split into several parameters belongs where the first of them does.
+            parts.setdefault(name, part_of(parameter))
+    for name, shape in plan.shapes.items():
+        dtype = str(stream.spec(name).dtype).removeprefix("torch.")
+        yield Weight(name, parts[name], dtype, shape)
+
+
+def _planned(decoder: Decoder) -> Iterator[Weight]:
+    """The parameters as an export would store them."""
+    for name, parameter in decoder.weights().items():
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        yield Weight(name, part_of(name), dtype, tuple(parameter.shape))
+
+
+def _files(checkpoint: Checkpoint) -> dict[str, int]:
+    if checkpoint.source.kind == "config":
+        return {checkpoint.config_file.name: checkpoint.config_file.stat().st_size}
+    entries = sorted(checkpoint.directory.iterdir())
+    return {entry.name: entry.stat().st_size for entry in entries if entry.is_file() and entry.name[0] != "."}

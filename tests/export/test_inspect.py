@@ -1,0 +1,328 @@
+"""`kvgraph inspect`: counts against published figures, the files themselves and ONNX Runtime."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from kvgraph import cli
+from kvgraph.export.bundle import Bundle
+from kvgraph.export.inspect import Inspection, inspect
+from kvgraph.export.weight_kinds import Weight, element_bits, group_weights, part_of, size_parts, tensor_bytes
+
+# The shape of Llama-3-8B, whose size is published: 8,030,261,248 parameters.
+EIGHT_BILLION = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+}
+TINY = {
+    **EIGHT_BILLION,
+    "hidden_size": 20,
+    "head_dim": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 97,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 64,
+    "dtype": "float16",
+}
+
+
+def write_config(folder: Path, config: dict[str, object]) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def eight_billion(tmp_path_factory: pytest.TempPathFactory) -> Inspection:
+    return inspect(write_config(tmp_path_factory.mktemp("8b"), EIGHT_BILLION), batch_size=4, context=4096)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A random checkpoint of `TINY` whose k projections are stored in float32, the rest in float16."""
+    write_config(tmp_path, TINY)
+    shapes = {"model.embed_tokens.weight": (97, 20), "model.norm.weight": (20,)}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        shapes |= {
+            prefix + "input_layernorm.weight": (20,),
+            prefix + "self_attn.q_proj.weight": (32, 20),
+            prefix + "self_attn.k_proj.weight": (16, 20),
+            prefix + "self_attn.v_proj.weight": (16, 20),
+            prefix + "self_attn.o_proj.weight": (20, 32),
+            prefix + "post_attention_layernorm.weight": (20,),
+            prefix + "mlp.gate_proj.weight": (24, 20),
+            prefix + "mlp.up_proj.weight": (24, 20),
+            prefix + "mlp.down_proj.weight": (20, 24),
+        }
+    random = np.random.default_rng(0)
+    weights = {
+        name: random.standard_normal(shape).astype(np.float32 if "k_proj" in name else np.float16)
+        for name, shape in shapes.items()
+    }
+    save_file(weights, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def bundle(shared_data: Path, exported: Callable[..., Bundle]) -> Path:
+    return exported(shared_data / "stories260k").path
+
+
+def test_parameters_of_the_8b_shape_are_the_published_number(eight_billion: Inspection) -> None:
+    assert eight_billion.parameters == 8_030_261_248
+
+
+def test_parts_of_the_8b_shape_follow_from_its_sizes(eight_billion: Inspection) -> None:
+    expected = {
+        "embedding": 128256 * 4096,
+        "attention": 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024),
+        "ffn": 32 * 3 * 4096 * 14336,
+        "norms": (2 * 32 + 1) * 4096,
+        "head": 128256 * 4096,
+    }
+    assert {part.name: part.parameters for part in eight_billion.parts} == expected
+    assert {part.name: part.share for part in eight_billion.parts} == {
+        name: pytest.approx(count / 8_030_261_248) for name, count in expected.items()
+    }
+
+
+def test_cache_of_the_8b_shape_takes_131072_bytes_a_token_in_float16(eight_billion: Inspection) -> None:
+    assert eight_billion.cache.dtypes == ("float16",)
+    assert eight_billion.cache.bytes_per_token == 131_072
+    assert eight_billion.cache.nbytes == 131_072 * 4 * 4096
+
+
+def test_8b_shape_is_inspected_without_its_memory(tmp_path: Path) -> None:
+    config = write_config(tmp_path, EIGHT_BILLION)
+    code = (
+        "import resource; from kvgraph.export.inspect import inspect; "
+        f"inspect({str(config)!r}); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) * 1024 < 1e9  # torch itself; the weights would be 16 GB
+
+
+def test_dtype_option_sets_the_cache_of_a_configuration(tmp_path: Path) -> None:
+    found = inspect(write_config(tmp_path, EIGHT_BILLION), dtype="float32")
+    assert found.cache.bytes_per_token == 262_144
+
+
+def test_head_dim_biases_and_a_tied_head_are_counted_from_the_configuration(tmp_path: Path) -> None:
+    found = inspect(write_config(tmp_path, {**TINY, "attention_bias": True, "mlp_bias": True}))
+    assert {part.name: part.parameters for part in found.parts} == {
+        "embedding": 97 * 20,
+        "attention": 2 * (20 * (32 + 16 + 16 + 32) + 32 + 16 + 16 + 20),
+        "ffn": 2 * (3 * 20 * 24 + 24 + 24 + 20),
+        "norms": 5 * 20,
+        "head": 0,
+    }
+    assert found.tied_head
+
+
+def test_checkpoint_counts_and_bytes_are_those_of_its_file(checkpoint: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    found = inspect(checkpoint)
+    assert found.kind == "checkpoint"
+    assert found.parameters == sum(array.size for array in weights.values())
+    assert found.nbytes == sum(array.nbytes for array in weights.values())
+
+
+def test_checkpoint_shows_the_stored_dtype_of_every_kind_of_weight(checkpoint: Path) -> None:
+    kinds = {kind.name: (kind.dtype, kind.shape, kind.count) for kind in inspect(checkpoint).weights}
+    assert kinds["model.layers.{i}.self_attn.q_proj.weight"] == ("float16", (32, 20), 2)
+    assert kinds["model.layers.{i}.self_attn.k_proj.weight"] == ("float32", (16, 20), 2)
+    assert kinds["model.embed_tokens.weight"] == ("float16", (97, 20), 1)
+
+
+def test_incomplete_checkpoint_is_an_error_that_names_the_weight(checkpoint: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, checkpoint / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        inspect(checkpoint)
+
+
+def test_bundle_says_of_the_model_what_its_checkpoint_does(bundle: Path, shared_data: Path) -> None:
+    found, source = inspect(bundle), inspect(shared_data / "stories260k")
+    assert (found.parts, found.cache, found.contract, found.config) == (
+        source.parts,
+        source.cache,
+        source.contract,
+        source.config,
+    )
+    assert found.source["digest"] == source.source["digest"]
+
+
+def test_weights_of_a_bundle_are_those_of_its_weights_file(bundle: Path) -> None:
+    stored = load_file(bundle / "weights.safetensors")
+    found = inspect(bundle)
+    assert sum(kind.count for kind in found.weights) == len(stored)
+    assert found.nbytes == sum(array.nbytes for array in stored.values())
+    for kind in found.weights:
+        array = stored[kind.name.replace("{i}", "0")]
+        assert (kind.shape, kind.dtype) == (array.shape, array.dtype.name)
+
+
+@pytest.mark.parametrize("graph", ["prefill", "decode"])
+def test_contract_of_a_bundle_is_what_onnxruntime_sees(bundle: Path, graph: str) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    session = onnxruntime.InferenceSession(bundle / f"{graph}.onnx")
+    expected = {("in", arg.name): len(arg.shape) for arg in session.get_inputs()}
+    expected |= {("out", arg.name): len(arg.shape) for arg in session.get_outputs()}
+    found = {
+        (group.direction, group.name.replace("{i}", str(layer))): len(group.shape)
+        for group in inspect(bundle).contract
+        if group.graph == graph
+        for layer in range(group.count)
+    }
+    assert found == expected
+
+
+def test_operators_are_counted_for_each_graph(bundle: Path) -> None:
+    operators = inspect(bundle).operators
+    assert operators is not None
+    for graph in ("prefill", "decode"):
+        counts = operators[graph].counts
+        # 5 layers: attention once each, keys and values scattered, seven projections, two norms and the last.
+        assert {
+            name: counts[name] for name in ("Attention", "TensorScatter", "MatMul", "RMSNormalization")
+        } == {
+            "Attention": 5,
+            "TensorScatter": 10,
+            "MatMul": 35,
+            "RMSNormalization": 11,
+        }
+        assert operators[graph].opset == 24
+
+
+def test_files_of_a_bundle_are_those_on_disk(bundle: Path) -> None:
+    assert dict(inspect(bundle).files) == {file.name: file.stat().st_size for file in bundle.iterdir()}
+
+
+def test_targets_are_listed_with_their_description_and_files(bundle: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(bundle, tmp_path / "copy")
+    folder = copy / "targets" / "ort-cpu"
+    folder.mkdir(parents=True)
+    (folder / "target.json").write_text('{"digest": "abc"}')
+    (folder / "decode.onnx").write_bytes(b"12345")
+    (target,) = inspect(copy).targets
+    assert (target.name, target.description["digest"], target.files["decode.onnx"]) == ("ort-cpu", "abc", 5)
+
+
+def test_bundle_needs_neither_torch_nor_onnx(bundle: Path) -> None:
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'onnx', 'safetensors', 'transformers'): sys.modules[name] = None\n"
+        "from kvgraph.cli import main\n"
+        f"sys.exit(main(['inspect', {str(bundle)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "onnx is not installed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch is 0"),
+        ({"context": 0}, "context is 0"),
+        ({"context": 513}, "context is 513, expected 1 to 512"),
+        ({"dtype": "float16"}, "dtype is for checkpoints"),
+        ({"revision": "main"}, "revision is for checkpoints"),
+    ],
+)
+def test_option_out_of_place_is_refused(bundle: Path, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        inspect(bundle, **options)  # type: ignore[arg-type]  # wrong values are the point
+
+
+def test_damaged_graph_is_an_error(bundle: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(bundle, tmp_path / "copy")
+    graph = copy / "decode.onnx"
+    graph.write_bytes(
+        struct.pack("<Q", 2**63) * (graph.stat().st_size // 8) + b"\xff" * (graph.stat().st_size % 8)
+    )
+    with pytest.raises(ValueError, match=r"decode\.onnx: not an ONNX file"):
+        inspect(copy)
+
+
+def test_command_prints_the_figures_under_headings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["inspect", str(write_config(tmp_path, EIGHT_BILLION))]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["total", "8,030,261,248", "100.00%", "16,061,054,976"] in lines
+    assert ["ffn", "5,637,144,576", "70.20%", "11,274,289,152"] in lines
+    assert ["per", "token", "131,072"] in lines
+
+
+def test_json_is_one_object_with_the_same_figures(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", str(bundle), "--json", "--batch", "2", "--context", "100"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["parameters"] == 260_032
+    assert data["cache"]["nbytes"] == 2 * 100 * 5 * 2 * 4 * 8 * 4
+    assert set(data["operators"]) == {"prefill", "decode"}
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("model.embed_tokens.weight", "embedding"),
+        ("model.layers.0.self_attn.q_proj.bias", "attention"),
+        ("model.layers.0.self_attn.q_norm.weight", "norms"),
+        ("model.layers.0.mlp.down_proj.weight", "ffn"),
+        ("model.layers.0.input_layernorm.weight", "norms"),
+        ("model.norm.weight", "norms"),
+        ("lm_head.weight", "head"),
+        ("vision.patch.weight", "other"),
+    ],
+)
+def test_part_is_told_by_the_name(name: str, part: str) -> None:
+    assert part_of(name) == part
+
+
+def test_weights_that_no_part_claims_still_count() -> None:
+    parts = size_parts(group_weights([Weight("vision.patch.weight", "other", "float32", (3, 5))]))
+    assert sum(part.parameters for part in parts) == 15
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [
+        ("float32", 32),
+        ("bfloat16", 16),
+        ("float8_e4m3fn", 8),
+        ("float8e4m3fn", 8),
+        ("uint4", 4),
+        ("float4_e2m1", 4),
+    ],
+)
+def test_width_of_an_element_is_in_its_name(dtype: str, bits: int) -> None:
+    assert element_bits(dtype) == bits
+
+
+def test_narrow_elements_are_packed() -> None:
+    assert tensor_bytes("int4", 7) == 4
