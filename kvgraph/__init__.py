@@ -4,4 +4,23 @@ kvgraph turns a checkpoint into two explicit ONNX graphs, prefill and decode, th
 and outputs; quantizes them; compiles them for ONNX Runtime and TensorRT; runs them; and compares every stage.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvgraph.runtime.model import Model, load
+
+__all__ = ["Model", "__version__", "load"]
+
 __version__ = "0.1.0"
+
+_PUBLIC = {"Model": "kvgraph.runtime.model", "load": "kvgraph.runtime.model"}
+
+
+def __getattr__(name: str) -> Any:
+    # Looked up when asked for: exporting needs no tokenizer, and `kvgraph --help` needs neither.
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from kvgraph.runtime.sampling import Logprob, SamplingParams
 
 FinishReason = Literal["eos", "stop", "length"]
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of `Model.generate` and `Model.stream`: the fields of both kinds of parameters.
+
+    See `GenerationParams` and `SamplingParams` for what they mean; what is left out has the default there.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int | Sequence[int] | None
+    max_new_tokens: int | None
+    eos_token_ids: Sequence[int] | None
+    stop: str | Sequence[str]
+    logprobs: int | None
+    prefill_chunk: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +49,8 @@ class GenerationParams:
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_new_tokens: int | None = None
-    eos_token_ids: tuple[int, ...] | None = None
-    stop: str | tuple[str, ...] = ()
+    eos_token_ids: Sequence[int] | None = None
+    stop: str | Sequence[str] = ()
     logprobs: int | None = None
     prefill_chunk: int | None = None
 
@@ -43,6 +62,13 @@ class GenerationParams:
         ):
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}, expected {least} or more")
+
+    @classmethod
+    def of(cls, **options: Unpack[Options]) -> GenerationParams:
+        """Parameters from the keyword arguments of `Model.generate`."""
+        given: dict[str, Any] = {**options}
+        sampling = {name: given.pop(name) for name in SamplingParams.__slots__ if name in given}
+        return cls(SamplingParams(**sampling), **given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int | tuple[int, ...] | None = None
+    seed: int | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0.0)

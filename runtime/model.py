@@ -1,0 +1,151 @@
+"""The few verbs of the library: load a bundle, generate, stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Unpack, overload
+
+import numpy as np
+
+from kvgraph.export.bundle import Bundle
+from kvgraph.runtime.chat import ChatTemplate, Message
+from kvgraph.runtime.generate import stream
+from kvgraph.runtime.generation import Event, Generation, GenerationParams, Options, collect
+from kvgraph.runtime.open import open_session
+from kvgraph.runtime.session import Cache, Ids, Session
+from kvgraph.runtime.tokenizer import TOKENIZER, Tokenizer
+
+# A text, or its token ids.
+Prompt = str | Sequence[int] | Ids
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A session, and what turns texts into its tokens and back.
+
+    Attributes:
+        session: Runs the graphs.
+        tokenizer: None where the bundle has none: prompts are token ids then, and texts are empty.
+        chat_template: None where the model has none.
+        eos_token_ids: Tokens of which any ends a text.
+    """
+
+    session: Session
+    tokenizer: Tokenizer | None = None
+    chat_template: ChatTemplate | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @overload
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation: ...
+
+    @overload
+    def generate(
+        self, prompt: list[str] | list[list[int]], **options: Unpack[Options]
+    ) -> list[Generation]: ...
+
+    def generate(
+        self, prompt: Prompt | list[str] | list[list[int]], **options: Unpack[Options]
+    ) -> Generation | list[Generation]:
+        """What the model writes after a prompt, or after each of several.
+
+        Args:
+            prompt: A text or token ids, or a list of texts or of lists of token ids.
+            options: Greedy and up to the end of the text or of the cache by default; see `Options`.
+
+        Raises:
+            TypeError: A prompt or an option is of another type.
+            ValueError: One is out of its range. Nothing has been computed then.
+        """
+        prompts = self.encode(prompt)
+        generations = collect(self._stream(prompts, options), len(prompts))
+        return generations if _is_batch(prompt) else generations[0]
+
+    def stream(
+        self, prompt: Prompt | list[str] | list[list[int]], **options: Unpack[Options]
+    ) -> Iterator[Event]:
+        """The same, token by token; arguments and errors as for `generate`, raised at once.
+
+        Example:
+            for event in model.stream("Once upon a time", max_new_tokens=50):
+                print(event.text, end="", flush=True)
+        """
+        return self._stream(self.encode(prompt), options)
+
+    def encode(self, prompt: Prompt | list[str] | list[list[int]]) -> list[Any]:
+        """Token ids of each prompt; a text gets the BOS that its tokenizer adds."""
+        prompts = prompt if _is_batch(prompt) else [prompt]
+        return [self._need_tokenizer().encode(text) if isinstance(text, str) else text for text in prompts]
+
+    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """Token ids of a conversation that the model is to go on with.
+
+        Args:
+            messages: With "role" and "content", oldest first.
+            variables: Further arguments of `ChatTemplate.render`, such as tools.
+
+        Raises:
+            ValueError: The model has no chat template, or it does not accept the conversation.
+        """
+        if self.chat_template is None:
+            raise ValueError("the bundle has no chat template; give the whole text as a prompt instead")
+        text = self.chat_template.render(messages, **variables)
+        return self._need_tokenizer().encode(text, add_special_tokens=False)
+
+    def new_cache(self, batch_size: int = 1, limit: int | None = None) -> Cache:
+        """An empty cache for `batch_size` rows of at most `limit` tokens (default: what the model allows)."""
+        return self.session.allocate_cache(batch_size, limit)
+
+    def params(self, options: Options) -> GenerationParams:
+        """The parameters that options stand for, with the model's own end tokens where none are given."""
+        if options.get("eos_token_ids") is None:
+            options = {**options, "eos_token_ids": self.eos_token_ids}
+        return GenerationParams.of(**options)
+
+    def _stream(self, prompts: Sequence[Any], options: Options) -> Iterator[Event]:
+        return stream(self.session, prompts, self.params(options), self.tokenizer)
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(f"the bundle has no {TOKENIZER}; give the prompt as token ids")
+        return self.tokenizer
+
+
+def load(
+    path: str | Path, target: str | None = None, *, device: str | None = None, verify: bool = False
+) -> Model:
+    """Open a bundle for generation.
+
+    Args:
+        path: The bundle.
+        target: Name of what `kvgraph build` made of it; None runs the ONNX files themselves.
+        device: "cpu", "cuda" or "cuda:1"; default "cpu", and "cuda" for targets that are made for a GPU.
+        verify: Hash all files, and not only compare their sizes.
+
+    Raises:
+        FileNotFoundError: There is no such bundle, or no such target in it.
+        ImportError: The runtime is not installed; the message names the extra to install.
+        ValueError: A file is damaged or does not fit the others.
+        RuntimeError: The runtime does not load the graphs.
+
+    Example:
+        model = kvgraph.load("my-model")
+        print(model.generate("Once upon a time", max_new_tokens=50).text)
+    """
+    bundle = Bundle.open(path, verify)
+    tokenizer = Tokenizer.load(bundle.path, bundle.config) if TOKENIZER in bundle.files else None
+    return Model(
+        session=open_session(bundle, target, device, verify=verify),
+        tokenizer=tokenizer,
+        chat_template=None if tokenizer is None else ChatTemplate.load(bundle.path, tokenizer),
+        eos_token_ids=tuple(bundle.config["eos_token_ids"]) if tokenizer is None else tokenizer.eos_token_ids,
+    )
+
+
+def _is_batch(prompt: Any) -> bool:
+    """Whether these are several prompts."""
+    if isinstance(prompt, np.ndarray):
+        return prompt.ndim > 1
+    # Token ids are numbers; an empty list is no prompt at all, not a prompt without tokens.
+    return not isinstance(prompt, str) and all(not isinstance(item, int | np.integer) for item in prompt)

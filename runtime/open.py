@@ -1,0 +1,64 @@
+"""Choosing the runtime for a bundle."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import cast
+
+from kvgraph.export.bundle import Bundle
+from kvgraph.export.contract import GRAPHS
+from kvgraph.runtime.session import Session
+from kvgraph.runtime.target import Target
+
+ORT_TARGETS = ("ort-cpu", "ort-cuda")
+TENSORRT_TARGETS = ("tensorrt", "tensorrt-rtx")
+
+
+def open_session(
+    bundle: Bundle, target: str | None = None, device: str | None = None, *, verify: bool = False
+) -> Session:
+    """A session over a bundle's canonical graphs, or over what `kvgraph build` made of them.
+
+    Args:
+        bundle: What to run.
+        target: Name of a target; None runs prefill.onnx and decode.onnx themselves under ONNX Runtime.
+        device: "cpu", "cuda" or "cuda:1"; default "cpu", and "cuda" for targets that are made for a GPU.
+        verify: Hash the files of the target.
+
+    Raises:
+        ImportError: The runtime is not installed; the message names the extra to install.
+        FileNotFoundError: The target was not built.
+        ValueError: The target's name is unknown, it belongs to another bundle, or the device does not suit it.
+    """
+    if target is not None and target not in (*ORT_TARGETS, *TENSORRT_TARGETS):
+        known = ", ".join((*ORT_TARGETS, *TENSORRT_TARGETS))
+        raise ValueError(f"target {target!r} is unknown, expected one of {known}")
+    kind, device_id = _parse_device(device or ("cpu" if target in (None, "ort-cpu") else "cuda"))
+    wanted = {None: kind, "ort-cpu": "cpu"}.get(target, "cuda")
+    if kind != wanted:
+        raise ValueError(f"target {target!r} runs on {wanted}, not on {device!r}; leave the device out")
+    if target in TENSORRT_TARGETS:
+        trt = importlib.import_module("kvgraph.runtime.trt")
+        return cast("Session", trt.TrtSession(Target.open(bundle, target, verify), device_id=device_id))
+    return _open_ort(bundle, None if target is None else Target.open(bundle, target, verify), kind, device_id)
+
+
+def _open_ort(bundle: Bundle, target: Target | None, kind: str, device_id: int) -> Session:
+    from kvgraph.runtime.ort import OrtSession
+    from kvgraph.runtime.ort_load import CPU_PROVIDER, CUDA_PROVIDER
+
+    providers = (CUDA_PROVIDER,) if kind == "cuda" else (CPU_PROVIDER,)
+    if target is None:
+        return OrtSession(bundle, providers=providers, device_id=device_id)
+    graphs = {graph: target.graph_path(graph).read_bytes() for graph in GRAPHS}
+    return OrtSession(
+        bundle, providers=providers, device_id=device_id, graphs=graphs, contract=target.contract
+    )
+
+
+def _parse_device(device: str) -> tuple[str, int]:
+    match = re.fullmatch(r"(cpu|cuda)(?::(\d+))?", device)
+    if match is None or (match[1] == "cpu" and match[2] is not None):
+        raise ValueError(f"device is {device!r}, expected cpu, cuda or cuda:N")
+    return match[1], int(match[2] or 0)
