@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvgraph.export.bundle import BUNDLE_FILE, TARGETS, Bundle
 from kvgraph.export.contract import GRAPHS, GraphName
-from kvgraph.export.inspect import Inspection, Operators, Target, group_contract, size_cache
+from kvgraph.export.inspect import BuiltTarget, Inspection, Operators, group_contract, size_cache
 from kvgraph.export.weight_kinds import Weight, group_weights, part_of, size_parts
 
 TARGET_FILE = "target.json"
@@ -76,7 +76,7 @@ def count_operators(path: Path) -> Operators:
     return Operators(opset, dict(sorted(counts.items(), key=lambda item: (-item[1], item[0]))))
 
 
-def find_targets(bundle: Bundle) -> tuple[Target, ...]:
+def find_targets(bundle: Bundle) -> tuple[BuiltTarget, ...]:
     """Everything that has been built from a bundle, by name.
 
     Raises:
@@ -90,8 +90,9 @@ def find_targets(bundle: Bundle) -> tuple[Target, ...]:
             raise ValueError(f"{file}: not valid JSON ({error}); build the target again") from error
         if not isinstance(description, dict):
             raise ValueError(f"{file}: holds no JSON object; build the target again")
+        current = description.get("bundle_digest") == bundle.digest()
         files = {
             entry.name: entry.stat().st_size for entry in sorted(file.parent.iterdir()) if entry.is_file()
         }
-        targets.append(Target(file.parent.name, description, files))
+        targets.append(BuiltTarget(file.parent.name, current, description, files))
     return tuple(targets)

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 from kvgraph.table import format_table
 
 if TYPE_CHECKING:
-    from kvgraph.export.inspect import Inspection, Target, TensorGroup
+    from kvgraph.export.inspect import BuiltTarget, Inspection, TensorGroup
 
 NAME = "inspect"
 HELP = "show what a checkpoint or a bundle holds: parameters, cache, operators, files"
+
+# Of target.json; what is longer (contract, shapes) is left to --json.
+_LONGEST_VALUE = 80
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -142,10 +145,13 @@ def _files(files: Mapping[str, int]) -> str:
     return _section("files", ("bytes",), [*rows, ("total", _number(sum(files.values())))], "lr")
 
 
-def _targets(targets: Sequence[Target]) -> str:
+def _targets(targets: Sequence[BuiltTarget]) -> str:
     sections = []
     for target in targets:
-        rows = [(key, _short(value)) for key, value in target.description.items()]
+        state = "yes" if target.current else "no, the bundle has changed since; build it again"
+        texts = {key: _text(value) for key, value in target.description.items()}
+        rows = [("current", state)]
+        rows += [(key, text) for key, text in texts.items() if len(text) <= _LONGEST_VALUE]
         rows += [(name, f"{_number(size)} bytes") for name, size in target.files.items()]
         sections.append(_section(f"target {target.name}", (), rows, "ll"))
     return "\n\n".join(sections)
@@ -159,6 +165,5 @@ def _shape(shape: Sequence[int | str]) -> str:
     return f"[{', '.join(str(dim) for dim in shape)}]"
 
 
-def _short(value: Any, width: int = 80) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= width else text[: width - 3] + "..."
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

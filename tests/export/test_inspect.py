@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from safetensors.numpy import load_file, save_file
 from kvgraph import cli
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.inspect import Inspection, inspect
-from kvgraph.export.weight_kinds import Weight, element_bits, group_weights, part_of, size_parts, tensor_bytes
 
 # The shape of Llama-3-8B, whose size is published: 8,030,261,248 parameters.
 EIGHT_BILLION = {
@@ -118,11 +116,11 @@ def test_cache_of_the_8b_shape_takes_131072_bytes_a_token_in_float16(eight_billi
 def test_8b_shape_is_inspected_without_its_memory(tmp_path: Path) -> None:
     config = write_config(tmp_path, EIGHT_BILLION)
     code = (
-        "import resource; from kvgraph.export.inspect import inspect; "
-        f"inspect({str(config)!r}); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "from kvgraph.export.inspect import inspect; from kvgraph.runtime.machine import peak_memory_bytes; "
+        f"inspect({str(config)!r}); print(peak_memory_bytes())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) * 1024 < 1e9  # torch itself; the weights would be 16 GB
+    assert int(done.stdout) < 1e9  # torch itself; the weights would be 16 GB
 
 
 def test_dtype_option_sets_the_cache_of_a_configuration(tmp_path: Path) -> None:
@@ -222,14 +220,36 @@ def test_files_of_a_bundle_are_those_on_disk(bundle: Path) -> None:
     assert dict(inspect(bundle).files) == {file.name: file.stat().st_size for file in bundle.iterdir()}
 
 
-def test_targets_are_listed_with_their_description_and_files(bundle: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(bundle, tmp_path / "copy")
+@pytest.fixture
+def copy(bundle: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(bundle, tmp_path / "copy")
+
+
+@pytest.mark.parametrize("current", [True, False])
+def test_target_is_listed_with_its_description_and_files(
+    copy: Path, current: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = copy / "targets" / "ort-cpu"
     folder.mkdir(parents=True)
-    (folder / "target.json").write_text('{"digest": "abc"}')
+    digest = Bundle.open(copy).digest() if current else "0" * 64
+    (folder / "target.json").write_text(json.dumps({"bundle_digest": digest, "runtime_version": "1.32.0"}))
     (folder / "decode.onnx").write_bytes(b"12345")
     (target,) = inspect(copy).targets
-    assert (target.name, target.description["digest"], target.files["decode.onnx"]) == ("ort-cpu", "abc", 5)
+    assert (target.name, target.current) == ("ort-cpu", current)
+    assert target.files["decode.onnx"] == 5
+
+    assert cli.main(["inspect", str(copy)]) == 0
+    shown = capsys.readouterr().out.partition("target ort-cpu")[2]
+    assert "1.32.0" in shown
+    assert ("build it again" in shown) == (not current)
+
+
+def test_damaged_target_is_an_error(copy: Path) -> None:
+    folder = copy / "targets" / "ort-cpu"
+    folder.mkdir(parents=True)
+    (folder / "target.json").write_text("[1")
+    with pytest.raises(ValueError, match=r"target\.json: not valid JSON"):
+        inspect(copy)
 
 
 def test_bundle_needs_neither_torch_nor_onnx(bundle: Path) -> None:
@@ -259,12 +279,9 @@ def test_option_out_of_place_is_refused(bundle: Path, options: dict[str, object]
         inspect(bundle, **options)  # type: ignore[arg-type]  # wrong values are the point
 
 
-def test_damaged_graph_is_an_error(bundle: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(bundle, tmp_path / "copy")
+def test_damaged_graph_is_an_error(copy: Path) -> None:
     graph = copy / "decode.onnx"
-    graph.write_bytes(
-        struct.pack("<Q", 2**63) * (graph.stat().st_size // 8) + b"\xff" * (graph.stat().st_size % 8)
-    )
+    graph.write_bytes(b"\xff" * graph.stat().st_size)
     with pytest.raises(ValueError, match=r"decode\.onnx: not an ONNX file"):
         inspect(copy)
 
@@ -285,44 +302,3 @@ def test_json_is_one_object_with_the_same_figures(bundle: Path, capsys: pytest.C
     assert data["parameters"] == 260_032
     assert data["cache"]["nbytes"] == 2 * 100 * 5 * 2 * 4 * 8 * 4
     assert set(data["operators"]) == {"prefill", "decode"}
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("model.embed_tokens.weight", "embedding"),
-        ("model.layers.0.self_attn.q_proj.bias", "attention"),
-        ("model.layers.0.self_attn.q_norm.weight", "norms"),
-        ("model.layers.0.mlp.down_proj.weight", "ffn"),
-        ("model.layers.0.input_layernorm.weight", "norms"),
-        ("model.norm.weight", "norms"),
-        ("lm_head.weight", "head"),
-        ("vision.patch.weight", "other"),
-    ],
-)
-def test_part_is_told_by_the_name(name: str, part: str) -> None:
-    assert part_of(name) == part
-
-
-def test_weights_that_no_part_claims_still_count() -> None:
-    parts = size_parts(group_weights([Weight("vision.patch.weight", "other", "float32", (3, 5))]))
-    assert sum(part.parameters for part in parts) == 15
-
-
-@pytest.mark.parametrize(
-    ("dtype", "bits"),
-    [
-        ("float32", 32),
-        ("bfloat16", 16),
-        ("float8_e4m3fn", 8),
-        ("float8e4m3fn", 8),
-        ("uint4", 4),
-        ("float4_e2m1", 4),
-    ],
-)
-def test_width_of_an_element_is_in_its_name(dtype: str, bits: int) -> None:
-    assert element_bits(dtype) == bits
-
-
-def test_narrow_elements_are_packed() -> None:
-    assert tensor_bytes("int4", 7) == 4
