@@ -1,12 +1,18 @@
-"""What tests of several folders share: where things lie, and whether there is a GPU."""
+"""What tests of several folders share: where things lie, small models, and whether there is a GPU."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from kvgraph.export.bundle import Bundle
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -24,6 +30,50 @@ def shared_data() -> Path:
     if not path.is_dir():
         pytest.skip("../shared/data is absent")
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a Llama checkpoint of odd sizes and random weights, once for each set of changes to its LlamaConfig.
+
+    Weights are large enough for attention and norms to matter, so that a mistake moves the logits by much.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    @functools.cache
+    def make(changes: str) -> Path:
+        sizes = {"vocab_size": 97, "hidden_size": 20, "intermediate_size": 44, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+        limits = {"max_position_embeddings": 64, "initializer_range": 0.3, "tie_word_embeddings": False}
+        torch.manual_seed(7)
+        model = LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **limits, **json.loads(changes)}))
+        for parameter in model.parameters():
+            # Norm weights and biases, which transformers leaves at one and zero.
+            if parameter.ndim == 1:
+                parameter.data += 0.3 * torch.randn_like(parameter)
+        path = tmp_path_factory.mktemp("tiny_llama")
+        model.save_pretrained(path)
+        return path
+
+    return lambda **changes: make(json.dumps(changes, sort_keys=True))
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bundle]:
+    """Exports a checkpoint directory, once for each set of `ExportOptions`: tracing takes seconds."""
+    from kvgraph.export.exporter import ExportOptions, export_checkpoint
+    from kvgraph.models.checkpoint import open_checkpoint
+
+    @functools.cache
+    def export(checkpoint: Path, options: ExportOptions) -> Bundle:
+        output = tmp_path_factory.mktemp("exported") / "bundle"
+        return export_checkpoint(open_checkpoint(checkpoint), output, options)
+
+    def with_options(checkpoint: Path, **options: Any) -> Bundle:
+        return export(checkpoint, ExportOptions(**options))
+
+    return with_options
 
 
 @functools.cache

@@ -1,0 +1,100 @@
+"""Oracles and runners of the export stage's tests."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from kvgraph.export.bundle import Bundle
+from kvgraph.runtime.ort import OrtSession
+from kvgraph.runtime.session import Cache, Floats, Ids, Session
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[[Path], PreTrainedModel]:
+    """A checkpoint as transformers loads it, in float32."""
+
+    @functools.cache
+    def load(checkpoint: Path) -> PreTrainedModel:
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.float32, attn_implementation="eager"
+        )
+        return model.eval().requires_grad_(False)
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def reference_logits(reference: Callable[[Path], PreTrainedModel]) -> Callable[..., Floats]:
+    """Logits of transformers [B, n, V] at every position of ids [B, n], fed in chunks of `sizes` (default: at once)."""
+
+    def run(checkpoint: Path, ids: Ids, sizes: Sequence[int] | None = None) -> Floats:
+        model, cache, parts, start = reference(checkpoint), DynamicCache(), [], 0
+        # A dynamic rope keeps the frequencies of its longest call until a short one comes.
+        model(torch.zeros(1, 1, dtype=torch.int64))
+        for size in sizes or [ids.shape[1]]:
+            chunk = torch.from_numpy(ids[:, start : start + size])
+            with warnings.catch_warnings():
+                # The cache's keyword is renamed in the middle of version 5.
+                warnings.simplefilter("ignore", FutureWarning)
+                parts.append(model(chunk, past_key_values=cache).logits)
+            start += size
+        return torch.cat(parts, dim=1).numpy()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def ort() -> Callable[..., OrtSession]:
+    """A bundle under ONNX Runtime; sessions are stateless, so each is opened once."""
+
+    @functools.cache
+    def open_path(path: Path, debug_outputs: bool) -> OrtSession:
+        return OrtSession(Bundle.open(path), threads=1, debug_outputs=debug_outputs)
+
+    return lambda bundle, debug_outputs=False: open_path(bundle.path, debug_outputs)
+
+
+@pytest.fixture(scope="session")
+def teacher_forced() -> Callable[..., Floats]:
+    """Logits of a session [B, n, V] at every position of ids [B, n], fed in chunks of `sizes` tokens.
+
+    The first chunk is prefilled; after it, chunks of one token are decoded and longer ones prefilled.
+    """
+
+    def run(session: Session, ids: Ids, sizes: Sequence[int], cache: Cache | None = None) -> Floats:
+        assert sum(sizes) == ids.shape[1]
+        cache = cache or session.allocate_cache(ids.shape[0])
+        parts, start = [], 0
+        prompt = sizes[0] + sum(itertools.takewhile(lambda size: size > 1, sizes[1:]))
+        for size in sizes:
+            chunk, past = ids[:, start : start + size], np.full(ids.shape[0], start)
+            if size == 1 and start:
+                parts.append(session.decode(cache, chunk, past).copy())
+            else:
+                rows = np.tile(np.arange(size), (ids.shape[0], 1))
+                # What is left of the prompt: a rotary base that depends on it is then that of a single prefill.
+                rest = np.full(ids.shape[0], max(size, prompt - start))
+                parts.append(session.prefill(cache, chunk, past, rows, rest))
+            start += size
+        return np.concatenate(parts, axis=1)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def random_ids() -> Callable[..., Ids]:
+    """Token ids [B, n] below `vocab_size`, the same at every call."""
+
+    def make(batch_size: int, length: int, vocab_size: int = 97) -> Ids:
+        return np.random.default_rng(5).integers(0, vocab_size, (batch_size, length))
+
+    return make
