@@ -38,10 +38,11 @@ def open_session(
     wanted = {None: kind, "ort-cpu": "cpu"}.get(target, "cuda")
     if kind != wanted:
         raise ValueError(f"target {target!r} runs on {wanted}, not on {device!r}; leave the device out")
-    if target in TENSORRT_TARGETS:
-        trt = importlib.import_module("kvgraph.runtime.trt")
-        return cast("Session", trt.TrtSession(Target.open(bundle, target, verify), device_id=device_id))
-    return _open_ort(bundle, None if target is None else Target.open(bundle, target, verify), kind, device_id)
+    built = None if target is None else Target.open(bundle, target, verify)
+    if built is None or target in ORT_TARGETS:
+        return _open_ort(bundle, built, kind, device_id)
+    trt = importlib.import_module("kvgraph.runtime.trt")
+    return cast("Session", trt.TrtSession(built, device_id=device_id))
 
 
 def _open_ort(bundle: Bundle, target: Target | None, kind: str, device_id: int) -> Session:

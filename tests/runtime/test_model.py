@@ -1,0 +1,178 @@
+import sys
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import kvgraph
+from kvgraph.runtime.chat import ChatTemplate
+from kvgraph.runtime.model import Model, load
+
+PROMPTS = [[5], [7, 8, 9], [4, 90, 3, 21, 60]]
+# As ../shared/data/README.md gives it.
+STORY = (
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
+    "One day, she saw a big, red ball"
+)
+
+
+@pytest.fixture
+def model(toy, letters):
+    return Model(toy, letters, eos_token_ids=letters.eos_token_ids)
+
+
+@pytest.fixture(scope="module")
+def stories(shared_data, exported):
+    return load(exported(shared_data / "stories260k").path)
+
+
+def test_every_form_of_a_prompt_gives_the_same(model, letters):
+    ids = letters.encode("fox")
+    expected = model.generate("fox", max_new_tokens=5)
+    for prompt in (ids, tuple(ids), np.array(ids), np.array(ids, np.int32)):
+        assert model.generate(prompt, max_new_tokens=5) == expected
+    for prompts in (["fox"], [ids], [tuple(ids)], np.array([ids]), ["fox", ids][:1]):
+        assert model.generate(prompts, max_new_tokens=5) == [expected]
+    assert model.generate(["fox", "a long one"], max_new_tokens=5)[0] == expected
+
+
+def test_stream_gives_the_text_of_generate(model):
+    events = list(model.stream(["fox", "dogs"], max_new_tokens=8))
+    for row, generation in enumerate(model.generate(["fox", "dogs"], max_new_tokens=8)):
+        assert "".join(event.text for event in events if event.row == row) == generation.text
+        assert [event.token_id for event in events if event.row == row] == list(generation.token_ids)
+
+
+def test_errors_of_a_stream_come_at_once(model, toy):
+    for wrong in ({"max_new_tokens": 1000}, {"temperature": -1.0}, {"stop": ""}, {"top_k": -1}):
+        with pytest.raises(ValueError, match=r"expected|allows"):
+            model.stream("fox", **wrong)
+    with pytest.raises(TypeError, match="temprature"):
+        model.stream("fox", temprature=1.0)
+    with pytest.raises(ValueError, match="no prompts"):
+        model.stream([])
+    assert toy.calls == []
+
+
+def test_model_without_a_tokenizer_takes_token_ids_only(toy):
+    model = Model(toy, eos_token_ids=(toy_token(toy, [5], 2),))
+    generation = model.generate([5])
+    assert (generation.finish_reason, len(generation.token_ids), generation.text) == ("eos", 2, "")
+    with pytest.raises(ValueError, match=r"no tokenizer\.json; give the prompt as token ids"):
+        model.generate("fox")
+
+
+def toy_token(toy, prompt, count):
+    return Model(toy).generate(prompt, max_new_tokens=count).token_ids[-1]
+
+
+def test_chat_is_encoded_without_further_special_tokens(toy, letters):
+    template = ChatTemplate({"default": "{{ bos_token }}{{ messages[0].content }}"}, {"bos_token": "<s>"})
+    model = Model(toy, letters, template)
+    assert model.encode_chat([{"role": "user", "content": "fox"}]) == letters.encode("fox")
+    with pytest.raises(ValueError, match="no chat template"):
+        Model(toy, letters).encode_chat([])
+
+
+def test_public_names_are_those_of_the_runtime():
+    assert kvgraph.load is load
+    assert kvgraph.Model is Model
+    with pytest.raises(AttributeError, match="no attribute 'unload'"):
+        kvgraph.unload  # noqa: B018
+
+
+def test_tokens_equal_those_of_transformers(tiny_llama, exported):
+    checkpoint = tiny_llama()
+    model = load(exported(checkpoint).path)
+    oracle = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    generations = model.generate(PROMPTS, max_new_tokens=40, eos_token_ids=())
+    for prompt, generation in zip(PROMPTS, generations, strict=True):
+        expected = oracle.generate(
+            torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert list(generation.token_ids) == expected[0, len(prompt) :].tolist()
+
+
+def test_end_tokens_of_a_bundle_without_tokenizer_are_those_of_its_config(tiny_llama, exported):
+    bundle = exported(tiny_llama())
+    model = load(bundle.path)
+    assert model.tokenizer is None
+    assert model.eos_token_ids == tuple(bundle.config["eos_token_ids"])
+
+
+def test_story_begins_as_the_data_says(stories):
+    text = stories.generate("", max_new_tokens=60).text
+    assert text.startswith(STORY)
+    assert "".join(event.text for event in stories.stream("", max_new_tokens=60)) == text
+
+
+def test_text_goes_on_where_the_prompt_ends(stories):
+    whole = stories.generate("", max_new_tokens=60).text
+    assert whole.startswith("Once upon a time" + stories.generate("Once upon a time", max_new_tokens=20).text)
+
+
+def test_rows_and_chunks_change_nothing_in_the_real_model(stories):
+    prompts = ["Once", "Tom and Lily went to the big park and", "The dog saw a cat. " * 8]
+    alone = [stories.generate(prompt, max_new_tokens=30) for prompt in prompts]
+    assert stories.generate(prompts, max_new_tokens=30) == alone
+    assert stories.generate(prompts, max_new_tokens=30, prefill_chunk=7) == alone
+
+
+def test_cache_of_the_real_model_fills_to_the_last_slot(stories):
+    ids = stories.encode("Once upon a time")[0]
+    generation = stories.generate(ids, eos_token_ids=())
+    assert (len(ids) + len(generation.token_ids), generation.finish_reason) == (512, "length")
+
+
+def test_interleaved_streams_of_the_real_model_do_not_disturb_each_other(stories):
+    prompts = ["Once upon", "The dog"]
+    streams = [stories.stream(prompt, max_new_tokens=20) for prompt in prompts]
+    texts = [
+        "".join(event.text for event in events) for events in zip(*zip(*streams, strict=True), strict=True)
+    ]
+    assert texts == [stories.generate(prompt, max_new_tokens=20).text for prompt in prompts]
+
+
+def test_ort_cpu_target_runs_a_bfloat16_bundle(tiny_llama, exported):
+    from kvgraph.export.targets.ort_cpu import build_ort_cpu
+
+    bundle = exported(tiny_llama(), dtype="bfloat16")
+    with pytest.raises(ValueError, match="--target ort-cpu"):
+        load(bundle.path)
+    build_ort_cpu(bundle)
+    model = load(bundle.path, "ort-cpu")
+    assert (model.session.info.device, model.session.info.dtype) == ("cpu", "float32")
+    assert len(model.generate(PROMPTS[1], max_new_tokens=5, eos_token_ids=()).token_ids) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"target": "ort"}, "target 'ort' is unknown, expected one of ort-cpu"),
+        ({"target": "ort-cpu", "device": "cuda"}, "runs on cpu, not on 'cuda'"),
+        ({"target": "tensorrt", "device": "cpu"}, "runs on cuda, not on 'cpu'"),
+        ({"device": "tpu"}, "device is 'tpu', expected cpu, cuda or cuda:N"),
+        ({"device": "cpu:1"}, "device is 'cpu:1'"),
+    ],
+)
+def test_wrong_targets_and_devices_are_refused(tiny_llama, exported, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        load(exported(tiny_llama()).path, **arguments)
+
+
+def test_target_that_was_not_built_names_the_command(tiny_llama, exported):
+    with pytest.raises(FileNotFoundError, match=r"kvgraph build .* --target tensorrt-rtx"):
+        load(exported(tiny_llama()).path, "tensorrt-rtx")
+
+
+def test_missing_onnxruntime_names_the_extra(tiny_llama, exported, monkeypatch):
+    path = exported(tiny_llama()).path
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(ImportError, match=r"kvgraph\[cpu\].*kvgraph\[gpu\]"):
+        load(path)
+
+
+def test_missing_bundle_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such bundle"):
+        load(tmp_path / "absent")
