@@ -98,8 +98,18 @@ class TorchSession:
         return SessionInfo("torch", torch.__version__, "cpu", dtype, self._source)
 
     def allocate_cache(self, batch_size: int, limit: int | None = None) -> TorchCache:
-        """See `Session.allocate_cache`."""
-        return TorchCache(self._contract, self._dtype, batch_size, limit or self._contract.max_positions)
+        """See `Session.allocate_cache`.
+
+        Raises:
+            ValueError: `batch_size` or `limit` is out of its range.
+        """
+        most = self._contract.max_positions
+        limit = most if limit is None else limit
+        if batch_size < 1 or not 1 <= limit <= most:
+            raise ValueError(
+                f"batch_size is {batch_size} and limit {limit}, expected 1 or more, and 1 to {most} positions"
+            )
+        return TorchCache(self._contract, self._dtype, batch_size, limit)
 
     def prefill(
         self,
@@ -133,7 +143,7 @@ class TorchSession:
             raise TypeError(f"cache is a {type(cache).__name__}, expected one that this session allocated")
         layers = range(self._contract.num_layers)
         past = [(cache.buffers[past_key(layer)], cache.buffers[past_value(layer)]) for layer in layers]
-        with torch.inference_mode():
+        with torch.no_grad():
             logits, presents, stream = self._decoder(
                 torch.from_numpy(input_ids),
                 torch.from_numpy(past_length),
