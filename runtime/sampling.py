@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvgraph.runtime.session import Floats, Ids
 
-# Top-p looks at this many of the likeliest tokens first: sorting all of 128256 takes ten times as long.
-_NUCLEUS = 1024
+_BLOCK = 512
+
 # In float32 a lower temperature would be 0; this one already takes the likeliest token alone.
 _LOWEST_TEMPERATURE = 1e-30
 
@@ -126,7 +127,7 @@ class Sampler:
             token = greedy(logits)
         else:
             token_ids, weights = keep_candidates(logits, self._params)
-            index = _draw(weights, self._generators[row].random())
+            index = _index_of_share(weights, self._generators[row].random(), "right")
             token = index if token_ids is None else int(token_ids[index])
         if self._seen is not None:
             self._seen[row, token] = True
@@ -204,24 +205,35 @@ def _top_k(logits: Floats, top_k: int) -> Ids | None:
 
 
 def _nucleus(weights: Floats, top_p: float) -> Ids:
-    """Indices of the fewest weights that make up `top_p` of the sum, largest first."""
-    wanted = top_p * float(weights.sum(dtype=np.float64))
-    head = np.arange(len(weights), dtype=np.int64)
-    if len(weights) > _NUCLEUS:
-        likeliest = np.argpartition(weights, -_NUCLEUS)[-_NUCLEUS:]
-        if float(weights[likeliest].sum(dtype=np.float64)) >= wanted:
-            head = likeliest
-    order: Ids = head[np.argsort(-weights[head], kind="stable")]
-    reached = np.cumsum(weights[order], dtype=np.float64)
-    return order[: int(np.searchsorted(reached, wanted, side="left")) + 1]
+    """Indices of the fewest weights that make up `top_p` of the sum, in ascending order."""
+    # Sorting the values takes a seventh of the time of sorting their indices.
+    descending = np.sort(weights)[::-1]
+    count = _index_of_share(descending, top_p, "left") + 1
+    smallest = descending[count - 1]
+    kept = np.flatnonzero(weights >= smallest)
+    if (surplus := len(kept) - count) > 0:  # of those as unlikely as the last, the first ones stay
+        equal = kept[weights[kept] == smallest]
+        kept = np.setdiff1d(kept, equal[-surplus:], assume_unique=True)
+    return kept
 
 
-def _draw(weights: Floats, uniform: float) -> int:
-    """Index i with probability weights[i] / sum, from a number in [0, 1)."""
-    cumulative = np.cumsum(weights, dtype=np.float64)
-    # Rounding may take the product to the sum itself, above which there is no entry.
-    drawn = min(uniform * cumulative[-1], np.nextafter(cumulative[-1], 0.0))
-    return int(np.searchsorted(cumulative, drawn, side="right"))
+def _index_of_share(weights: Floats, share: float, side: Literal["left", "right"]) -> int:
+    """The first index at which the running sum reaches a share of the whole ("left"), or exceeds it ("right").
+
+    With "right" and a random share, index i comes with probability weights[i] / sum.
+    """
+    # Running sums of blocks first: one array of all of them takes ten times as long.
+    starts = np.arange(0, len(weights), _BLOCK)
+    blocks = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
+    # Rounding must not make a share of less than 1 the whole, which nothing exceeds.
+    wanted = share * blocks[-1] if side == "left" else min(share * blocks[-1], np.nextafter(blocks[-1], 0.0))
+    block = int(np.searchsorted(blocks, wanted, side))
+    inside = weights[starts[block] : starts[block] + _BLOCK]
+    before = blocks[block - 1] if block > 0 else 0.0
+    index = int(np.searchsorted(before + np.cumsum(inside, dtype=np.float64), wanted, side))
+    if index == len(inside):  # the two ways of adding differ in the last digit: take the last that counts
+        index = int(np.flatnonzero(inside)[-1])
+    return int(starts[block]) + index
 
 
 def _check_largest(value: float) -> None:

@@ -80,11 +80,20 @@ def test_distribution_equals_that_of_transformers(params):
 
 @pytest.mark.parametrize("scale", [0.01, 8.0])
 def test_nucleus_of_a_large_vocabulary_equals_that_of_transformers(scale):
-    # A flat distribution needs more tokens than are looked at first, a peaked one fewer.
     logits, params = random_logits(7, 5000, scale), SamplingParams(temperature=1.0, top_p=0.8)
     ours, theirs = our_distribution(logits, params), transformers_distribution(logits, params)
     assert abs(np.count_nonzero(ours) - np.count_nonzero(theirs)) <= 1
     np.testing.assert_allclose(ours, theirs, atol=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.0, [1]), (0.5, [1, 2]), (0.51, [1, 2, 4]), (0.8, [0, 1, 2, 4])]
+)
+def test_of_equal_logits_the_first_are_kept(top_p, kept):
+    # Probabilities 0.1, 0.25, 0.25, 0.1, 0.25 and 0.05.
+    logits = np.log(np.array([0.1, 0.25, 0.25, 0.1, 0.25, 0.05])).astype(np.float32)
+    token_ids, _ = keep_candidates(logits, SamplingParams(temperature=1.0, top_p=top_p))
+    assert token_ids.tolist() == kept
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-45, 1e-8])
@@ -104,6 +113,17 @@ def test_drawn_tokens_follow_the_distribution():
     assert not counts[expected == 0].any()
     # Five standard deviations of a share of 20000 draws.
     assert np.abs(counts / draws - expected).max() < 5 * 0.5 / math.sqrt(draws)
+
+
+@pytest.mark.parametrize("size", [1, 511, 512, 513, 5000])
+def test_draw_from_a_large_vocabulary_is_the_inverse_of_the_running_sum(size):
+    logits = random_logits(4, size)
+    params = SamplingParams(temperature=1.0, seed=11)
+    sampler, uniform = Sampler(params, size, [[0]]), np.random.default_rng(11)
+    running = np.cumsum(np.exp(logits.astype(np.float64)))
+    for _ in range(200):
+        expected = np.searchsorted(running, uniform.random() * running[-1], side="right")
+        assert sampler.sample(0, logits) == expected
 
 
 def test_temperature_zero_is_argmax_and_the_first_of_equals():
