@@ -6,15 +6,19 @@ file while its writer lives, so that the next writer can tell what a killed one 
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import glob
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 _LOCK = ".lock"
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -29,26 +33,59 @@ def writing_directory(destination: str | Path, marker: str, force: bool) -> Iter
     Raises:
         FileExistsError: Something is there, and `force` is off or it is not of this kind.
         NotADirectoryError: A file is there.
+        OSError: The place is read-only, or full.
     """
-    destination = Path(destination).absolute()
+    destination = Path(destination).resolve()
     _refuse_existing(destination, marker, force)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(destination)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}.tmp-", dir=destination.parent))
-    lock = (temporary / _LOCK).open("w")
+    temporary, lock = _begin(destination)
+    with lock:
+        try:
+            yield temporary
+            _sync_tree(temporary)
+            with _exclusive(destination.parent):
+                _refuse_existing(destination, marker, force)
+                _rename(temporary, destination)
+        except OSError as error:
+            # A failed write does not say where it was.
+            if error.errno not in _DISK_FULL or error.filename is not None:
+                raise
+            advice = f"{error.strerror}; make room or choose another output"
+            raise OSError(error.errno, advice, str(destination)) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _begin(destination: Path) -> tuple[Path, IO[str]]:
+    """A new, locked temporary beside `destination`, and its lock; what killed writers left there is removed."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield temporary
-        (temporary / _LOCK).unlink()
-        temporary.chmod(0o777 & ~_umask())
-        _sync_tree(temporary)
-        _refuse_existing(destination, marker, force)
-        _rename(temporary, destination)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with _exclusive(destination.parent):
+            _remove_abandoned(destination)
+            return _make_locked(destination)
+    except OSError as error:
+        advice = f"{error.strerror}, cannot write here; choose another output"
+        raise OSError(error.errno, advice, str(destination.parent)) from error
+
+
+@contextmanager
+def _exclusive(directory: Path) -> Iterator[None]:
+    """Keep other writers from making, removing or renaming what is in `directory`; held for moments only."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        # Some network file systems lock no directories: there, two writers of one output may meet.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
     finally:
-        lock.close()
+        os.close(descriptor)
+
+
+def _make_locked(destination: Path) -> tuple[Path, IO[str]]:
+    temporary = destination.with_name(f".{destination.name}.tmp-{secrets.token_hex(4)}")
+    temporary.mkdir()
+    lock = (temporary / _LOCK).open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return temporary, lock
 
 
 def _refuse_existing(destination: Path, marker: str, force: bool) -> None:
@@ -66,7 +103,7 @@ def _refuse_existing(destination: Path, marker: str, force: bool) -> None:
 
 def _remove_abandoned(destination: Path) -> None:
     """Remove temporaries of the same destination whose writer is gone: nobody holds their lock."""
-    for left in destination.parent.glob(f".{destination.name}.tmp-*"):
+    for left in destination.parent.glob(f".{glob.escape(destination.name)}.tmp-*"):
         try:
             with (left / _LOCK).open("r+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,20 +113,22 @@ def _remove_abandoned(destination: Path) -> None:
 
 
 def _rename(temporary: Path, destination: Path) -> None:
-    """Move the finished directory into place; what was there goes only after the new one stands."""
-    if destination.is_dir():
-        retired = Path(tempfile.mkdtemp(prefix=f".{destination.name}.tmp-", dir=destination.parent))
-        old = retired / "old"
-        destination.rename(old)
-        try:
-            temporary.rename(destination)
-        except OSError:
-            old.rename(destination)
-            raise
-        finally:
-            shutil.rmtree(retired, ignore_errors=True)
+    """Move the finished directory into place; what was there goes only when the new one stands."""
+    if destination.is_dir() and any(destination.iterdir()):
+        retired, lock = _make_locked(destination)
+        with lock:
+            old = destination.rename(retired / "old")
+            try:
+                temporary.rename(destination)
+            except OSError:
+                old.rename(destination)
+                raise
+            finally:
+                shutil.rmtree(retired, ignore_errors=True)
     else:
         temporary.rename(destination)
+    # Kept until here: a temporary without it would not be known as abandoned.
+    (destination / _LOCK).unlink(missing_ok=True)
     _sync(destination.parent)
 
 
@@ -105,9 +144,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
