@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-from typing import cast
 
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.contract import GRAPHS
@@ -41,8 +39,10 @@ def open_session(
     built = None if target is None else Target.open(bundle, target, verify)
     if built is None or target in ORT_TARGETS:
         return _open_ort(bundle, built, kind, device_id)
-    trt = importlib.import_module("kvgraph.runtime.trt")
-    return cast("Session", trt.TrtSession(built, device_id=device_id))
+
+    from kvgraph.runtime.trt import TrtSession
+
+    return TrtSession(bundle, built.name, device=device_id)
 
 
 def _open_ort(bundle: Bundle, target: Target | None, kind: str, device_id: int) -> Session:
