@@ -1,0 +1,172 @@
+"""Round-to-nearest: a weight matrix to codes and scales, and back.
+
+Scales are rounded to the type that the graph stores before any value is rounded by them, so that the codes are the
+nearest ones under the scales that a runtime will really use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvgraph.quant.formats import FORMATS, Floats, NumberFormat
+from kvgraph.quant.scheme import WeightScheme
+
+E4M3_MAXIMUM = FORMATS["float8_e4m3fn"].maximum
+# Shares of the full range that clip="mse" tries.
+CLIP_RATIOS = tuple(float(ratio) for ratio in np.linspace(1.0, 0.6, 17))
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """Codes and scales of a matrix [I, O], inputs first.
+
+    Attributes:
+        scheme: How it was rounded.
+        codes: [I, O] in the format's type.
+        scale: [O], or [I / block, O]: float32 that hold values of the stored type; NVFP4: E4M3 values.
+        zero_point: Like `scale`, in the format's type; None for symmetric formats.
+        global_scale: NVFP4's one float32 factor of all scales, else None.
+    """
+
+    scheme: WeightScheme
+    codes: NDArray[np.generic]
+    scale: Floats
+    zero_point: NDArray[np.generic] | None
+    global_scale: np.float32 | None
+
+    def dequantize(self) -> Floats:
+        """(codes - zero point) * scale, [I, O] float32."""
+        scale = self.scale if self.global_scale is None else self.scale * self.global_scale
+        codes = self.codes.astype(np.float32)
+        rows = self.codes.shape[0]
+        if self.zero_point is not None:
+            codes -= _spread(self.zero_point.astype(np.float32), rows)
+        return codes * _spread(scale, rows)
+
+
+def quantize_weight(
+    weight: Floats, scheme: WeightScheme, scale_dtype: np.dtype[np.generic]
+) -> QuantizedWeight:
+    """Round a matrix to nearest.
+
+    Args:
+        weight: [I, O] float32, finite.
+        scheme: Format, granularity and clipping.
+        scale_dtype: Type that the graph stores scales in (NVFP4 stores its own).
+
+    Raises:
+        ValueError: The matrix is not finite, or the block size does not divide I.
+    """
+    if not np.isfinite(weight).all():
+        raise ValueError(f"weight [{weight.shape[0]}, {weight.shape[1]}] holds NaN or infinite values")
+    blocks = _blocks(weight, scheme.block_size)
+    scale, zero_point, global_scale = choose_scales(blocks, scheme, scale_dtype)
+    codes = round_blocks(blocks, scheme, scale if global_scale is None else scale * global_scale, zero_point)
+    if scheme.block_size is None:
+        scale, zero_point = scale[0], None if zero_point is None else zero_point[0]
+    stored_zero = None if zero_point is None else zero_point.astype(FORMATS[scheme.format].element)
+    return QuantizedWeight(scheme, codes.reshape(weight.shape), scale, stored_zero, global_scale)
+
+
+def choose_scales(
+    blocks: Floats, scheme: WeightScheme, scale_dtype: np.dtype[np.generic]
+) -> tuple[Floats, Floats | None, np.float32 | None]:
+    """Scales, zero points and global scale of blocks [G, I / G, O]; scales and zero points are [G, O] float32."""
+    if scheme.format == "uint4":
+        scale, zero_point = _asymmetric(blocks, scheme, scale_dtype)
+        return scale, zero_point, None
+    form = FORMATS[scheme.format]
+    largest = np.abs(blocks).max(axis=1)
+    if scheme.scale_form == "power_of_two":
+        return _power_of_two(largest, form), None, None
+    if scheme.scale_form == "float8_e4m3fn":
+        global_scale = np.float32(max(float(largest.max()), 1e-30) / (form.maximum * E4M3_MAXIMUM))
+        scale = largest / (form.maximum * global_scale)
+        e4m3 = FORMATS["float8_e4m3fn"].round(scale).astype(np.float32)
+        # The least positive E4M3 value where a block would get none.
+        return np.maximum(e4m3, np.float32(2.0**-9)), None, global_scale
+    if scheme.clip == "absmax":
+        return stored_scale(largest / form.maximum, scale_dtype), None, None
+    return _least_squares(blocks, largest, scheme, scale_dtype), None, None
+
+
+def round_blocks(
+    blocks: Floats, scheme: WeightScheme, scale: Floats, zero_point: Floats | None
+) -> NDArray[np.generic]:
+    """The codes [G, I / G, O] nearest to `blocks` under scales [G, O]."""
+    scaled = blocks / scale[:, None, :]
+    if zero_point is not None:
+        scaled = np.rint(scaled) + zero_point[:, None, :]
+    return FORMATS[scheme.format].round(scaled)
+
+
+def stored_scale(scale: Floats, dtype: np.dtype[np.generic]) -> Floats:
+    """Scales rounded to `dtype`, in float32; where that gives 0 (an all-zero channel), 1."""
+    rounded = scale.astype(dtype).astype(np.float32)
+    return np.where(rounded > 0, rounded, np.float32(1.0))
+
+
+def _asymmetric(
+    blocks: Floats, scheme: WeightScheme, scale_dtype: np.dtype[np.generic]
+) -> tuple[Floats, Floats]:
+    """Scale and zero point that map [min, max], widened to hold 0, onto the format's codes."""
+    levels = np.float32(FORMATS[scheme.format].maximum)
+    low, high = np.minimum(blocks.min(axis=1), 0), np.maximum(blocks.max(axis=1), 0)
+    best_scale = stored_scale((high - low) / levels, scale_dtype)
+    best_zero = np.clip(np.rint(-low / best_scale), 0, levels)
+    if scheme.clip == "absmax":
+        return best_scale, best_zero
+    best_error = _squared_error(blocks, scheme, best_scale, best_zero)
+    for ratio in CLIP_RATIOS[1:]:
+        scale = stored_scale((high - low) * np.float32(ratio) / levels, scale_dtype)
+        zero = np.clip(np.rint(-low * np.float32(ratio) / scale), 0, levels)
+        error = _squared_error(blocks, scheme, scale, zero)
+        better = error < best_error
+        best_scale, best_zero = np.where(better, scale, best_scale), np.where(better, zero, best_zero)
+        best_error = np.where(better, error, best_error)
+    return best_scale, best_zero
+
+
+def _least_squares(
+    blocks: Floats, largest: Floats, scheme: WeightScheme, scale_dtype: np.dtype[np.generic]
+) -> Floats:
+    """The scale of each block with the least squared error among `CLIP_RATIOS` of the full range."""
+    form = FORMATS[scheme.format]
+    best = stored_scale(largest / form.maximum, scale_dtype)
+    best_error = _squared_error(blocks, scheme, best, None)
+    for ratio in CLIP_RATIOS[1:]:
+        scale = stored_scale(largest * np.float32(ratio) / form.maximum, scale_dtype)
+        error = _squared_error(blocks, scheme, scale, None)
+        best, best_error = np.where(error < best_error, scale, best), np.minimum(error, best_error)
+    return best
+
+
+def _squared_error(blocks: Floats, scheme: WeightScheme, scale: Floats, zero_point: Floats | None) -> Floats:
+    codes = round_blocks(blocks, scheme, scale, zero_point).astype(np.float32)
+    if zero_point is not None:
+        codes -= zero_point[:, None, :]
+    error: Floats = np.square(codes * scale[:, None, :] - blocks).sum(axis=1)
+    return error
+
+
+def _power_of_two(largest: Floats, form: NumberFormat) -> Floats:
+    """2 ** (floor(log2(largest)) - floor(log2(format maximum))), the shared exponent of the OCP MX formats."""
+    exponent = np.floor(np.log2(np.where(largest > 0, largest, 1.0))) - np.floor(np.log2(form.maximum))
+    return np.exp2(np.where(largest > 0, exponent, 0.0)).astype(np.float32)
+
+
+def _blocks(weight: Floats, block_size: int | None) -> Floats:
+    """[I, O] as [G, I / G, O]."""
+    rows, columns = weight.shape
+    size = rows if block_size is None else block_size
+    if rows % size:
+        raise ValueError(f"block_size {size} does not divide the {rows} inputs of the weight")
+    return weight.reshape(rows // size, size, columns)
+
+
+def _spread(per_block: Floats, rows: int) -> Floats:
+    """[O] or [G, O] repeated to [I, O]."""
+    return per_block if per_block.ndim == 1 else np.repeat(per_block, rows // per_block.shape[0], axis=0)
