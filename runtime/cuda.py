@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -46,30 +47,15 @@ class DeviceBuffer:
             self._cuda.release("cudaFree", self.address)
 
 
-class PinnedArray:
-    """An array in host memory that the device can copy from and to without a detour, freed with this object.
-
-    Attributes:
-        array: The content; do not keep it longer than this object.
-    """
-
-    def __init__(self, cuda: Cuda, shape: tuple[int, ...], dtype: DTypeLike) -> None:
-        self._cuda = cuda
-        self._address = 0
-        kind: np.dtype[Any] = np.dtype(dtype)
-        nbytes = math.prod(shape) * kind.itemsize
-        self._address = int(cuda.call("cudaMallocHost", nbytes))
-        memory = (ctypes.c_byte * nbytes).from_address(self._address)
-        self.array: NDArray[Any] = np.ctypeslib.as_array(memory).view(kind).reshape(shape)
-
-    @property
-    def address(self) -> int:
-        """Where it starts."""
-        return self._address
-
-    def __del__(self) -> None:
-        if self._address:
-            self._cuda.release("cudaFreeHost", self._address)
+def pinned_array(cuda: Cuda, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+    """An array in host memory that the device copies from and to without a detour; freed with its last view."""
+    kind: np.dtype[Any] = np.dtype(dtype)
+    nbytes = math.prod(shape) * kind.itemsize
+    address = int(cuda.call("cudaMallocHost", nbytes))
+    memory = (ctypes.c_byte * nbytes).from_address(address)
+    # Every view of the array keeps `memory` alive, so none can outlive what it shows.
+    weakref.finalize(memory, cuda.release, "cudaFreeHost", address)
+    return np.ctypeslib.as_array(memory).view(kind).reshape(shape)
 
 
 class CapturedGraph:

@@ -9,7 +9,10 @@ against the real bindings: that it exists, and that it takes these arguments.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from mmap import mmap
 from typing import Any, Protocol
+
+Buffer = bytes | memoryview | mmap
 
 
 class Tensor(Protocol):
@@ -89,13 +92,20 @@ class Builder(Protocol):
 
 
 class ExecutionContext(Protocol):
-    """`IExecutionContext`."""
+    """`IExecutionContext`; `is_stream_capturable` is TensorRT-RTX's alone."""
 
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool: ...
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool: ...
     def set_tensor_address(self, name: str, memory: int) -> bool: ...
     def infer_shapes(self) -> list[str]: ...
     def execute_async_v3(self, stream_handle: int) -> bool: ...
+    def is_stream_capturable(self, stream: int) -> bool: ...
+
+
+class RuntimeConfig(Protocol):
+    """`IRuntimeConfig`, with what TensorRT-RTX has in it."""
+
+    dynamic_shapes_kernel_specialization_strategy: object
 
 
 class Engine(Protocol):
@@ -109,13 +119,16 @@ class Engine(Protocol):
     def get_tensor_dtype(self, name: str) -> object: ...
     def get_tensor_shape(self, name: str) -> Sequence[int]: ...
     def get_tensor_location(self, name: str) -> object: ...
-    def create_execution_context(self) -> ExecutionContext | None: ...
+    def create_runtime_config(self) -> RuntimeConfig: ...
+    def create_execution_context(
+        self, runtime_config: RuntimeConfig | None = None
+    ) -> ExecutionContext | None: ...
 
 
 class Runtime(Protocol):
     """`Runtime`."""
 
-    def deserialize_cuda_engine(self, serialized_engine: bytes | memoryview) -> Engine | None: ...
+    def deserialize_cuda_engine(self, serialized_engine: Buffer) -> Engine | None: ...
 
 
 class TensorRT(Protocol):
@@ -128,6 +141,7 @@ class TensorRT(Protocol):
     IProgressMonitor: Any
     ComputeCapability: Any
     DataType: Any
+    DynamicShapesKernelSpecializationStrategy: Any
     IAttentionInputLayer: Any
     LayerType: Any
     NetworkDefinitionCreationFlag: Any
