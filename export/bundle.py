@@ -104,20 +104,25 @@ class Bundle:
 
     @classmethod
     def _parse(cls, path: Path, data: dict[str, Any]) -> Bundle:
+        file = path / BUNDLE_FILE
         version = data.get("schema_version")
-        if not isinstance(version, int) or version > SCHEMA_VERSION:
+        # bool is an int, too.
+        if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
             raise ValueError(
-                f"{path / BUNDLE_FILE}: schema version {version!r}, this kvgraph reads up to {SCHEMA_VERSION}; "
+                f"{file}: schema version {version!r}, this kvgraph reads up to {SCHEMA_VERSION}; "
                 f"install kvgraph {data.get('tool_version', '(unknown)')} or newer"
             )
         try:
             files = {name: FileEntry(**entry) for name, entry in data["files"].items()}
             contract = Contract.from_json(data["contract"])
-            return cls(**{**data, "path": path, "files": files, "contract": contract})
+            bundle = cls(**{**data, "path": path, "files": files, "contract": contract})
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{path / BUNDLE_FILE}: not a bundle description ({error}); export it again"
-            ) from error
+            raise ValueError(f"{file}: not a bundle description ({error!r}); export it again") from error
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+        if missing := [graph_file(graph) for graph in GRAPHS if graph_file(graph) not in files]:
+            raise ValueError(f"{file}: does not list {', '.join(missing)}; export the bundle again")
+        return bundle
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -142,8 +147,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _check_file(path: Path, name: str, entry: FileEntry, verify: bool) -> None:
     """A listed file lies inside the bundle, has its size and, on request, its hash."""
     file = path / name
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ValueError(f"{path / BUNDLE_FILE}: file {name!r} leaves the bundle; refused")
+    # Links count by where they lead: ONNX Runtime does not follow them out of a model's directory, either.
+    if not file.resolve().is_relative_to(path.resolve()):
+        raise ValueError(
+            f"{path / BUNDLE_FILE}: file {name!r} leaves the bundle, to {file.resolve()}; refused, copy it in"
+        )
     if not file.is_file():
         raise ValueError(
             f"{file}: missing, though {BUNDLE_FILE} lists it; copy the whole directory or export again"
