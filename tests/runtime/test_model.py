@@ -7,6 +7,8 @@ from transformers import AutoModelForCausalLM
 
 import kvgraph
 from kvgraph.runtime.chat import ChatTemplate
+from kvgraph.runtime.generate import stream
+from kvgraph.runtime.generation import GenerationParams, collect
 from kvgraph.runtime.model import Model, load
 
 PROMPTS = [[5], [7, 8, 9], [4, 90, 3, 21, 60]]
@@ -132,6 +134,28 @@ def test_interleaved_streams_of_the_real_model_do_not_disturb_each_other(stories
         "".join(event.text for event in events) for events in zip(*zip(*streams, strict=True), strict=True)
     ]
     assert texts == [stories.generate(prompt, max_new_tokens=20).text for prompt in prompts]
+
+
+def test_story_ends_with_bos_where_that_is_an_end_token(stories):
+    generation = stories.generate("Once", eos_token_ids=[1, 2])
+    assert (generation.token_ids[-1], generation.finish_reason) == (1, "eos")
+    assert (
+        generation.text == stories.tokenizer.decode([*stories.encode("Once")[0], *generation.token_ids])[4:]
+    )
+    assert "<s>" not in generation.text
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_cache_of_the_real_model_is_used_again(stories, reset):
+    cache = stories.new_cache(limit=64)
+    params = GenerationParams(max_new_tokens=20)
+    for prompt in ("Once upon a time there was a dog and a cat.", "Tom", "Lily saw"):
+        ids = stories.encode(prompt)
+        (generation,) = collect(stream(stories.session, ids, params, stories.tokenizer, cache), 1)
+        assert generation == stories.generate(prompt, max_new_tokens=20)
+        if reset:
+            cache.reset()
+            assert not cache.read(stories.session.contract.state[0].name).any()
 
 
 def test_ort_cpu_target_runs_a_bfloat16_bundle(tiny_llama, exported):
