@@ -70,11 +70,10 @@ FORMATS = {
 
 def pack(values: NDArray[Any], bits: int) -> NDArray[np.uint8]:
     """The bytes that a file stores: elements in row-major order, 4-bit ones two a byte, the first in the low half."""
-    flat = np.ascontiguousarray(values).reshape(-1)
+    octets: NDArray[np.uint8] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     if bits == 8:
-        return flat.view(np.uint8)
-    nibbles = flat.view(np.uint8) & 0x0F
+        return octets
+    nibbles = octets & np.uint8(0x0F)
     if nibbles.size % 2:
         nibbles = np.append(nibbles, np.uint8(0))
-    packed: NDArray[np.uint8] = nibbles[0::2] | (nibbles[1::2] << 4)
-    return packed
+    return nibbles[0::2] | (nibbles[1::2] << np.uint8(4))

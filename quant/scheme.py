@@ -1,15 +1,16 @@
-"""How one kind of tensor is quantized: the data that recipes are made of."""
+"""How tensors of one kind are quantized: the data that recipes are made of."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from kvgraph.quant.formats import FORMATS
 
-WeightFormat = Literal["int8", "int4", "uint4", "float8_e4m3fn", "float4_e2m1"]
 ScaleForm = Literal["float", "float8_e4m3fn", "power_of_two"]
-Clip = Literal["absmax", "mse"]
+WeightClip = Literal["absmax", "mse"]
+ActivationClip = Literal["absmax", "percentile", "mse", "entropy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +25,81 @@ class WeightScheme:
         clip: "absmax" covers every value; "mse" picks the range with the least squared error for each scale.
     """
 
-    format: WeightFormat
+    format: str
     block_size: int | None = None
     scale_form: ScaleForm = "float"
-    clip: Clip = "absmax"
+    clip: WeightClip = "absmax"
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise ValueError(f"weight format is {self.format!r}, expected one of {', '.join(FORMATS)}")
+        _one_of("weight format", self.format, FORMATS)
+        _one_of("scale_form", self.scale_form, ("float", "float8_e4m3fn", "power_of_two"))
+        _one_of("weight clip", self.clip, ("absmax", "mse"))
         if self.block_size is not None and (self.block_size < 16 or self.block_size & (self.block_size - 1)):
             raise ValueError(f"block_size is {self.block_size}, expected a power of two of at least 16")
         if self.scale_form != "float" and (self.block_size is None or self.format != "float4_e2m1"):
             raise ValueError(f"scale_form {self.scale_form!r} goes with float4_e2m1 in blocks alone")
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationScheme:
+    """How the input of a matrix product is rounded; symmetric, zero point 0.
+
+    Attributes:
+        format: "int8" or "float8_e4m3fn".
+        granularity: "tensor": one calibrated scale; "token": each row of the input gets its own scale in the graph.
+        clip: How a calibrated range is chosen; of no effect per token.
+    """
+
+    format: str
+    granularity: Literal["tensor", "token"]
+    clip: ActivationClip = "absmax"
+
+    def __post_init__(self) -> None:
+        _one_of("activation format", self.format, ("int8", "float8_e4m3fn"))
+        _one_of("granularity", self.granularity, ("tensor", "token"))
+        _one_of("activation clip", self.clip, ("absmax", "percentile", "mse", "entropy"))
+
+
+@dataclass(frozen=True, slots=True)
+class CacheScheme:
+    """How the KV cache is rounded.
+
+    Attributes:
+        format: "int8" or "float8_e4m3fn".
+        granularity: What shares a scale: the whole tensor, a head, or a channel of a head.
+    """
+
+    format: str
+    granularity: Literal["tensor", "head", "channel"] = "channel"
+
+    def __post_init__(self) -> None:
+        _one_of("cache format", self.format, ("int8", "float8_e4m3fn"))
+        _one_of("cache granularity", self.granularity, ("tensor", "head", "channel"))
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleScheme:
+    """How one matrix product is quantized.
+
+    Attributes:
+        weight: Its matrix.
+        activation: Its input; None leaves it float.
+    """
+
+    weight: WeightScheme
+    activation: ActivationScheme | None = None
+
+    def __post_init__(self) -> None:
+        if self.activation is None:
+            return
+        if self.weight.format != self.activation.format or self.weight.block_size is not None:
+            raise ValueError(
+                f"an input in {self.activation.format} goes with a weight of the same format and one scale for each "
+                f"output channel, not with {self.weight}"
+            )
+
+
+def _one_of(what: str, value: str, known: Iterable[str]) -> None:
+    names = list(known)
+    if value not in names:
+        raise ValueError(f"{what} is {value!r}, expected one of {', '.join(names)}")
