@@ -13,6 +13,8 @@ from kvgraph.runtime.session import Floats
 
 # Rows are widened to float64 in blocks of at most so many values, 32 MB an array.
 _BLOCK_VALUES = 1 << 22
+# Stands for the reference's own choice, which an exact tie is not.
+_SAME = -1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +56,10 @@ def compare_logits(reference: Floats, candidate: Floats, tie: float) -> LogitErr
         for start in range(0, len(reference), rows)
     ]
     max_abs, mean_abs, cosine, kl, deficit = (np.concatenate(column) for column in zip(*blocks, strict=True))
-    agree = int((deficit == 0).sum())
+    same = deficit == _SAME
+    agree = int(same.sum())
     # A comparison with NaN is false, so that a row without an answer counts as different.
-    ambiguous = int(((deficit > 0) & (deficit <= tie)).sum())
+    ambiguous = int((~same & (deficit <= tie)).sum())
     return LogitErrors(
         max_abs=float(max_abs.max()),
         mean_abs=float(mean_abs.mean()),
@@ -77,7 +80,7 @@ def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _row_errors(reference: NDArray[np.float64], candidate: Floats) -> tuple[NDArray[Any], ...]:
-    """Of each row: max and mean absolute error, cosine, KL, and what the reference holds against the choice made."""
+    """Of each row: max and mean absolute error, cosine, KL, and how far the reference puts the choice below its own."""
     other = candidate.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         error = np.abs(reference - other)
@@ -86,8 +89,9 @@ def _row_errors(reference: NDArray[np.float64], candidate: Floats) -> tuple[NDAr
         log_p, log_q = log_softmax(reference), log_softmax(other)
         # Rounding can leave a KL of nothing slightly below zero.
         kl = np.maximum((np.exp(log_p) * (log_p - log_q)).sum(axis=1), 0)
-        rows = np.arange(len(reference))
-        deficit = reference.max(axis=1) - reference[rows, other.argmax(axis=1)]
+        choice, rows = other.argmax(axis=1), np.arange(len(reference))
+        deficit = reference.max(axis=1) - reference[rows, choice]
+    deficit[choice == reference.argmax(axis=1)] = _SAME
     deficit[~np.isfinite(other).all(axis=1)] = np.nan
     return error.max(axis=1), error.mean(axis=1), cosine, kl, deficit
 
