@@ -62,13 +62,20 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bundle]:
     """Exports a checkpoint directory, once for each set of `ExportOptions`: tracing takes seconds."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
     from kvgraph.export.exporter import ExportOptions, export_checkpoint
     from kvgraph.models.checkpoint import open_checkpoint
+
+    # torch.onnx.export parses the source of its whole operator library at every call, which is half of its time here.
+    parsed_once = functools.cache(ONNXRegistry.from_torchlib)
 
     @functools.cache
     def export(checkpoint: Path, options: ExportOptions) -> Bundle:
         output = tmp_path_factory.mktemp("exported") / "bundle"
-        return export_checkpoint(open_checkpoint(checkpoint), output, options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(parsed_once))
+            return export_checkpoint(open_checkpoint(checkpoint), output, options)
 
     def with_options(checkpoint: Path, **options: Any) -> Bundle:
         return export(checkpoint, ExportOptions(**options))
