@@ -48,7 +48,7 @@ class QuantizedWeight:
 
 
 def quantize_weight(
-    weight: Floats, scheme: WeightScheme, scale_dtype: np.dtype[np.generic]
+    weight: Floats, scheme: WeightScheme, scale_dtype: np.dtype[np.generic], largest: float | None = None
 ) -> QuantizedWeight:
     """Round a matrix to nearest.
 
@@ -56,6 +56,8 @@ def quantize_weight(
         weight: [I, O] float32, finite.
         scheme: Format, granularity and clipping.
         scale_dtype: Type that the graph stores scales in (NVFP4 stores its own).
+        largest: Largest magnitude of the matrix that `weight` is a part of, which fixes NVFP4's global scale; default
+            that of `weight`.
 
     Raises:
         ValueError: The matrix is not finite, or the block size does not divide I.
@@ -63,7 +65,7 @@ def quantize_weight(
     if not np.isfinite(weight).all():
         raise ValueError(f"weight [{weight.shape[0]}, {weight.shape[1]}] holds NaN or infinite values")
     blocks = _blocks(weight, scheme.block_size)
-    scale, zero_point, global_scale = choose_scales(blocks, scheme, scale_dtype)
+    scale, zero_point, global_scale = choose_scales(blocks, scheme, scale_dtype, largest)
     codes = round_blocks(blocks, scheme, scale if global_scale is None else scale * global_scale, zero_point)
     if scheme.block_size is None:
         scale, zero_point = scale[0], None if zero_point is None else zero_point[0]
@@ -72,7 +74,10 @@ def quantize_weight(
 
 
 def choose_scales(
-    blocks: Floats, scheme: WeightScheme, scale_dtype: np.dtype[np.generic]
+    blocks: Floats,
+    scheme: WeightScheme,
+    scale_dtype: np.dtype[np.generic],
+    whole_largest: float | None = None,
 ) -> tuple[Floats, Floats | None, np.float32 | None]:
     """Scales, zero points and global scale of blocks [G, I / G, O]; scales and zero points are [G, O] float32."""
     if scheme.format == "uint4":
@@ -83,7 +88,8 @@ def choose_scales(
     if scheme.scale_form == "power_of_two":
         return _power_of_two(largest, form), None, None
     if scheme.scale_form == "float8_e4m3fn":
-        global_scale = np.float32(max(float(largest.max()), 1e-30) / (form.maximum * E4M3_MAXIMUM))
+        peak = float(largest.max()) if whole_largest is None else whole_largest
+        global_scale = np.float32(max(peak, 1e-30) / (form.maximum * E4M3_MAXIMUM))
         scale = largest / (form.maximum * global_scale)
         e4m3 = FORMATS["float8_e4m3fn"].round(scale).astype(np.float32)
         # The least positive E4M3 value where a block would get none.

@@ -1,0 +1,136 @@
+"""What is done to each graph of a bundle: a recipe, and what calibration found out for it.
+
+A recipe says which format every module gets. An algorithm that looks at data (GPTQ, AWQ, SmoothQuant, static ranges)
+adds to a `GraphPlan` what the recipe cannot know, in three forms:
+
+| form | of use to |
+|---|---|
+| `activation_scales` | inputs with one calibrated scale |
+| `rescalings` | SmoothQuant and AWQ: factors that one weight gains and another loses, the function unchanged |
+| `weight_quantizer` | GPTQ: which code every weight gets |
+
+Everything else (which tensors there are, where they go, how the graphs are rewritten) is the pipeline's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvgraph.export.contract import GRAPHS, GraphName
+from kvgraph.quant.formats import Floats
+from kvgraph.quant.quantized_weight import QuantizedWeight, quantize_weight
+from kvgraph.quant.recipe import Recipe, load_recipe
+from kvgraph.quant.scheme import WeightScheme
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPart:
+    """All inputs of some outputs of a matrix product's weight: what is rounded at a time.
+
+    Attributes:
+        module: Whose weight, "model.layers.0.mlp.up_proj".
+        first_output: Which output of the module the part begins with; 0 where the part is the whole.
+        weight: [I, n] float32, already rescaled. Of an embedding table [V, E] its transpose, inputs being E.
+        scheme: How to round it.
+        scale_dtype: Type that the graph stores scales in.
+        largest: Largest magnitude of the whole weight, where the scheme has one scale over all (NVFP4); else None.
+    """
+
+    module: str
+    first_output: int
+    weight: Floats
+    scheme: WeightScheme
+    scale_dtype: np.dtype[np.generic]
+    largest: float | None = None
+
+
+# Modules come in the order in which the graph computes them, so an algorithm may do a layer's work when the layer's
+# first module asks for it. Parts of one module come one after another.
+WeightQuantizer = Callable[[WeightPart], QuantizedWeight]
+
+
+def round_to_nearest(part: WeightPart) -> QuantizedWeight:
+    """The default `WeightQuantizer`: every weight to the nearest code."""
+    return quantize_weight(part.weight, part.scheme, part.scale_dtype, part.largest)
+
+
+@dataclass(frozen=True, slots=True)
+class Rescaling:
+    """Factors of one stored tensor.
+
+    Attributes:
+        inputs: [I], for each input of a matrix [I, O]: multiplies its rows.
+        outputs: [O], for each output of a matrix, or for each element of a norm's weight or a bias.
+    """
+
+    inputs: Floats | None = None
+    outputs: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """How one graph is quantized.
+
+    Attributes:
+        recipe: Which module gets which scheme.
+        weight_quantizer: Chooses the codes.
+        activation_scales: Module -> scale of its input; for every module whose recipe has one scale for a tensor.
+        rescalings: Name of a stored tensor ("model.layers.0.input_layernorm.weight") -> its factors, applied in
+            float32 before the tensor is rounded or, where it stays float, stored.
+    """
+
+    recipe: Recipe
+    weight_quantizer: WeightQuantizer = round_to_nearest
+    activation_scales: Mapping[str, float] = field(default_factory=dict)
+    rescalings: Mapping[str, Rescaling] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationPlan:
+    """How both graphs are quantized; where both are the same object, the graphs share every weight."""
+
+    prefill: GraphPlan
+    decode: GraphPlan
+
+    def graph(self, name: GraphName) -> GraphPlan:
+        """The plan of one graph."""
+        return self.prefill if name == "prefill" else self.decode
+
+    @property
+    def name(self) -> str:
+        """As the command line spells it: "int8-wo", or "prefill=int8-sq,decode=int4-wo"."""
+        if self.prefill is self.decode:
+            return self.prefill.recipe.name
+        return ",".join(f"{graph}={self.graph(graph).recipe.name}" for graph in GRAPHS)
+
+
+def parse_plan(text: str) -> QuantizationPlan:
+    """The plan of `--recipe`: a recipe's name or file for both graphs, or "prefill=NAME,decode=NAME".
+
+    Raises:
+        ValueError: The text is malformed, or a recipe is not known.
+        FileNotFoundError: A recipe's file is not there.
+    """
+    if "=" not in text:
+        plan = GraphPlan(load_recipe(text))
+        return QuantizationPlan(plan, plan)
+    pairs = [part.partition("=") for part in text.split(",")]
+    names = {graph.strip(): name.strip() for graph, _, name in pairs}
+    if len(pairs) != len(names) or set(names) != set(GRAPHS) or not all(names.values()):
+        raise ValueError(f"recipe {text!r}: expected a name or a file, or prefill=NAME,decode=NAME")
+    if names["prefill"] == names["decode"]:
+        return parse_plan(names["prefill"])
+    return QuantizationPlan(*(GraphPlan(load_recipe(names[graph])) for graph in GRAPHS))
+
+
+def needs_calibration(recipe: Recipe) -> bool:
+    """Whether a recipe cannot be applied without data."""
+    schemes = [recipe.linear, *(override.scheme for override in recipe.overrides)]
+    static = any(
+        scheme is not None and scheme.activation is not None and scheme.activation.granularity == "tensor"
+        for scheme in schemes
+    )
+    return static or recipe.smooth_quant is not None or recipe.algorithm != "rtn"
