@@ -1,0 +1,189 @@
+"""`kvgraph bench BUNDLE`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvgraph.table import format_table
+
+if TYPE_CHECKING:
+    from kvgraph.export.bundle import Bundle
+    from kvgraph.runtime.bench_report import BenchReport, DecodeSpeed, Timing
+    from kvgraph.runtime.session import Session
+
+NAME = "bench"
+HELP = "measure prefill and decode speed, loop overhead, memory and load time"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's flags."""
+    parser.add_argument("bundle", metavar="BUNDLE", help="directory that kvgraph export wrote")
+    parser.add_argument("--target", metavar="NAME", help="measure what kvgraph build made for this target")
+    parser.add_argument(
+        "--device", help="cpu, cuda or cuda:N (default: cpu, or cuda for a target that needs it)"
+    )
+    # What is not given is left to the library, so that each default is written down once.
+    sizes = parser.add_argument_group("sizes", argument_default=argparse.SUPPRESS)
+    sizes.add_argument("--prompt-tokens", type=int, metavar="N", help="tokens of each prompt (128)")
+    sizes.add_argument(
+        "--new-tokens", type=int, metavar="N", help="tokens to generate, and steps to time at a context (32)"
+    )
+    sizes.add_argument(
+        "--context",
+        dest="contexts",
+        type=_numbers,
+        metavar="N[,N...]",
+        help="tokens in use at which to time decode (those of the prompt)",
+    )
+    sizes.add_argument("--batch", dest="batch_size", type=int, metavar="N", help="rows (1)")
+    sizes.add_argument(
+        "--limit", type=int, metavar="N", help="most slots of the cache (what the model allows)"
+    )
+    sizes.add_argument(
+        "--prefill-chunk", type=int, metavar="N", help="feed the prompt N tokens at a time (all at once)"
+    )
+    sizes.add_argument("--threads", type=int, metavar="N", help="threads on a CPU (one a core)")
+    sizes.add_argument("--runs", type=int, metavar="N", help="runs that count, after one to warm up (3)")
+    sizes.add_argument("--seed", type=int, metavar="N", help="of the random token ids (0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the report, and write it."""
+    from dataclasses import fields
+
+    from kvgraph.export.bundle import Bundle
+    from kvgraph.runtime.bench import bench
+    from kvgraph.runtime.bench_report import BenchOptions
+    from kvgraph.runtime.tokenizer import TOKENIZER, Tokenizer
+
+    names = {field.name for field in fields(BenchOptions)}
+    options = BenchOptions(**{name: value for name, value in vars(args).items() if name in names})
+    bundle = Bundle.open(args.bundle)
+    tokenizer = Tokenizer.load(bundle.path, bundle.config) if TOKENIZER in bundle.files else None
+    report = bench(bundle, lambda: _open(args, bundle, options.threads), options, tokenizer)
+    print(render(report))
+    if args.json is not None:
+        args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _open(args: argparse.Namespace, bundle: Bundle, threads: int | None) -> Session:
+    from kvgraph.runtime.open import open_session
+
+    if threads is None:
+        return open_session(bundle, args.target, args.device)
+    if args.target not in (None, "ort-cpu") or args.device not in (None, "cpu"):
+        raise ValueError(
+            "--threads is for a CPU; leave it out, or measure the bundle itself or its ort-cpu target"
+        )
+    from kvgraph.export.contract import GRAPHS
+    from kvgraph.runtime.ort import OrtSession
+    from kvgraph.runtime.target import Target
+
+    if args.target is None:
+        return OrtSession(bundle, threads=threads)
+    target = Target.open(bundle, args.target)
+    graphs = {graph: target.graph_path(graph).read_bytes() for graph in GRAPHS}
+    return OrtSession(bundle, threads=threads, graphs=graphs, contract=target.contract)
+
+
+def render(report: BenchReport) -> str:
+    """A report as text: the setting, what happens once, and a line for each context."""
+    return "\n\n".join([_setting(report), _phases(report), _decode(report.decode), _memory(report)])
+
+
+def _setting(report: BenchReport) -> str:
+    machine, session, options = report.machine, report.session, report.options
+    load = "" if machine.load_average is None else f", load average {machine.load_average:.1f}"
+    threads = "one a core" if options.threads is None else str(options.threads)
+    rows = [
+        ("bundle", f"{report.bundle} ({report.model_type}, {report.dtype})"),
+        ("session", f"{session.runtime} {session.version} on {session.device}, {session.dtype} cache"),
+        ("machine", f"{machine.cpu}, {machine.cores} cores, {_bytes(machine.memory_bytes)}{load}"),
+        ("system", f"{machine.system}, Python {machine.python}, NumPy {machine.numpy}"),
+        (
+            "sizes",
+            f"batch {options.batch_size}, {options.prompt_tokens} prompt and {options.new_tokens} new tokens, "
+            f"cache limit {options.limit}, threads {threads}, {options.runs} runs, seed {options.seed}",
+        ),
+    ]
+    return format_table(rows, "ll")
+
+
+def _phases(report: BenchReport) -> str:
+    rows = [
+        ("", "median", "fastest", "slowest", ""),
+        ("load", _time(report.load_s), "", "", ""),
+        ("first token, first run", _time(report.first_run_s), "", "", ""),
+        ("first token", *_timing(report.time_to_first_token), ""),
+        ("prefill", *_timing(report.prefill), f"{report.prefill_tokens_per_s:,.1f} tokens/s"),
+        ("loop outside the session, a step", *_timing(report.loop_overhead), ""),
+    ]
+    return format_table(rows, "lrrrr")
+
+
+def _decode(speeds: tuple[DecodeSpeed, ...]) -> str:
+    header = (
+        "decode at",
+        "slots",
+        "median",
+        "fastest",
+        "slowest",
+        "tokens/s",
+        "read a step",
+        "bandwidth",
+        "share",
+    )
+    rows = [
+        (
+            f"{speed.context:,} tokens",
+            f"{speed.capacity:,}",
+            *_timing(speed.step),
+            f"{speed.tokens_per_s:,.1f}",
+            _bytes(speed.bytes_read),
+            f"{_bytes(speed.bytes_per_s)}/s",
+            "-" if speed.bandwidth_share is None else f"{speed.bandwidth_share:.0%}",
+        )
+        for speed in speeds
+    ]
+    return format_table([header, *rows], "lrrrrrrrr")
+
+
+def _memory(report: BenchReport) -> str:
+    bandwidth = report.memory_bandwidth_bytes_per_s
+    rows = [
+        ("peak memory", _bytes(report.peak_memory_bytes)),
+        ("weights read a step", _bytes(report.weights_bytes)),
+        ("cache a token", f"{report.cache_bytes_per_token:,} bytes"),
+        (
+            "memory bandwidth",
+            "not measured on a GPU" if bandwidth is None else f"{_bytes(bandwidth)}/s, reading",
+        ),
+    ]
+    return format_table(rows, "ll")
+
+
+def _timing(timing: Timing) -> tuple[str, str, str]:
+    return _time(timing.median_s), _time(timing.fastest_s), _time(timing.slowest_s)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 10 else f"{seconds * 1e3:,.3f} ms"
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:,.2f} {unit}"
+    return f"{count / 1e3:,.2f} kB"
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected a number, or several as in 128,1024") from None

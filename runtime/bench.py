@@ -1,0 +1,228 @@
+"""Measuring a session: loading, prefill, decode at given contexts, and what the generation loop adds.
+
+Times are medians over all steps of several runs, with the fastest and the slowest beside them; the first run warms
+up and counts only for itself. Prompts are random token ids, the same for the same seed, and no token ends a text.
+
+Decode at a context of N tokens is the step that writes slot N - 1, repeated. The slots below hold zeros: what a step
+costs depends on how many there are and not on what they hold, and filling thousands takes a CPU minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from tqdm import tqdm
+
+from kvgraph.export.bundle import Bundle
+from kvgraph.export.contract import Contract
+from kvgraph.runtime.bench_report import BenchOptions, BenchReport, DecodeSpeed, Timing
+from kvgraph.runtime.element_types import element_type
+from kvgraph.runtime.generate import stream
+from kvgraph.runtime.generation import GenerationParams
+from kvgraph.runtime.machine import describe_machine, peak_memory_bytes, read_bandwidth, usable_cores
+from kvgraph.runtime.session import Ids, Session
+from kvgraph.runtime.timed_session import TimedSession
+from kvgraph.runtime.tokenizer import Tokenizer
+
+WEIGHTS_FILE = "weights.safetensors"
+EMBEDDING = "model.embed_tokens."
+# Steps before the timed ones: the first grows the buffers and binds them.
+_WARM_UP_STEPS = 3
+
+
+def bench(
+    bundle: Bundle,
+    open_session: Callable[[], Session],
+    options: BenchOptions,
+    tokenizer: Tokenizer | None = None,
+) -> BenchReport:
+    """Measure a bundle.
+
+    Args:
+        bundle: What `open_session` opens.
+        open_session: Called once, and timed.
+        options: What to measure.
+        tokenizer: Makes the text of the tokens, as a part of the loop; None leaves that out.
+
+    Raises:
+        ValueError: The prompt, the new tokens or a context do not fit into the cache.
+    """
+    machine = describe_machine()
+    start = time.perf_counter()
+    session = open_session()
+    load_s = time.perf_counter() - start
+    options = _checked(options, session.contract)
+    runs = _time_runs(session, options, tokenizer)
+    decoding = _time_steps(session, options)
+    prefill = Timing.of([run.prefill_s for run in runs[1:]])
+    weights = weights_read(bundle)
+    per_token = cache_bytes_per_token(session.contract)
+    return BenchReport(
+        bundle=str(bundle.path),
+        model_type=bundle.model_type,
+        dtype=bundle.dtype,
+        weights_bytes=weights,
+        cache_bytes_per_token=per_token,
+        session=session.info,
+        machine=machine,
+        options=options,
+        load_s=load_s,
+        first_run_s=runs[0].first_token_s,
+        time_to_first_token=Timing.of([run.first_token_s for run in runs[1:]]),
+        prefill=prefill,
+        prefill_tokens_per_s=options.batch_size * options.prompt_tokens / prefill.median_s,
+        loop_overhead=Timing.of([gap for run in runs[1:] for gap in run.gaps_s]),
+        decode=tuple(
+            _speed(steps, options.batch_size, weights, per_token, decoding.bandwidth)
+            for steps in decoding.steps
+        ),
+        peak_memory_bytes=decoding.peak_memory_bytes,
+        memory_bandwidth_bytes_per_s=decoding.bandwidth,
+    )
+
+
+def weights_read(bundle: Bundle) -> int:
+    """Bytes of the weights that a decode step reads, as the bundle stores them.
+
+    That is all of them except an embedding table that is not the head too: of it a step reads a row.
+    """
+    with (bundle.path / WEIGHTS_FILE).open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__", None)
+    tied = bundle.config["tie_word_embeddings"]
+    ranges = [
+        entry["data_offsets"] for name, entry in header.items() if tied or not name.startswith(EMBEDDING)
+    ]
+    return sum(stop - start for start, stop in ranges)
+
+
+def cache_bytes_per_token(contract: Contract) -> int:
+    """Bytes that one token of one row takes in the cache."""
+    return sum(
+        int(tensor.shape[1]) * int(tensor.shape[3]) * element_type(tensor.dtype).carrier.itemsize
+        for tensor in contract.state
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Times of one generation, in seconds."""
+
+    first_token_s: float
+    prefill_s: float
+    gaps_s: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Times of decode steps at one context."""
+
+    context: int
+    capacity: int
+    durations_s: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """Decode at every context, and what was measured between."""
+
+    steps: list[_Steps]
+    peak_memory_bytes: int
+    bandwidth: float | None
+
+
+def _checked(options: BenchOptions, contract: Contract) -> BenchOptions:
+    """The options with their defaults filled in, if they fit the model."""
+    most = contract.capacity or contract.max_positions
+    limit = most if options.limit is None else options.limit
+    contexts = options.contexts or (options.prompt_tokens,)
+    if not 1 <= limit <= most:
+        raise ValueError(f"limit is {limit}, expected 1 to {most}, the slots that the model allows")
+    for context in contexts:
+        if not 1 <= context <= limit:
+            raise ValueError(f"context is {context}, expected 1 to {limit}, the slots of the cache")
+    if options.prompt_tokens + options.new_tokens > limit:
+        raise ValueError(
+            f"prompt_tokens {options.prompt_tokens} and new_tokens {options.new_tokens} exceed the {limit} slots of "
+            "the cache; ask for fewer"
+        )
+    return replace(options, limit=limit, contexts=contexts)
+
+
+def _random_ids(options: BenchOptions, contract: Contract, tokens: int) -> Ids:
+    """Valid token ids [B, tokens]."""
+    random = np.random.default_rng(options.seed)
+    return random.integers(0, contract.vocab_size, (options.batch_size, tokens))
+
+
+def _time_runs(session: Session, options: BenchOptions, tokenizer: Tokenizer | None) -> list[_Run]:
+    """One generation to warm up, and then `runs` that count."""
+    prompts = list(_random_ids(options, session.contract, options.prompt_tokens))
+    params = GenerationParams(
+        max_new_tokens=options.new_tokens, eos_token_ids=(), prefill_chunk=options.prefill_chunk
+    )
+    runs = []
+    for _ in tqdm(range(options.runs + 1), desc="generating", unit="run", disable=None):
+        timed = TimedSession(session)
+        start = time.perf_counter()
+        cache = timed.allocate_cache(options.batch_size, options.limit)
+        events = stream(timed, prompts, params, tokenizer, cache)
+        next(events)
+        first_token_s = time.perf_counter() - start
+        for _ in events:
+            pass
+        prefill_s = sum(call.duration_s for call in timed.calls if call.graph == "prefill")
+        runs.append(_Run(first_token_s, prefill_s, timed.gaps_s()))
+    return runs
+
+
+def _time_steps(session: Session, options: BenchOptions) -> _Decoding:
+    """Decode steps at each context, and the memory bandwidth.
+
+    Runs go over all contexts and the bandwidth in turn, so that a slow minute of the machine hits each of them.
+    """
+    steps = {context: _Steps(context, 0, []) for context in options.contexts}
+    peak_memory, bandwidth = 0, None
+    for run in tqdm(range(options.runs), desc="decoding", unit="run", disable=None):
+        for context in steps:
+            capacity, durations_s = _time_context(session, options, context)
+            steps[context] = _Steps(context, capacity, [*steps[context].durations_s, *durations_s])
+        if run == 0:
+            # Before the buffer of the bandwidth measurement; later runs need no more than the first.
+            peak_memory = peak_memory_bytes()
+        if session.info.device == "cpu":
+            bandwidth = max(bandwidth or 0.0, read_bandwidth(options.threads or usable_cores()))
+    return _Decoding(list(steps.values()), peak_memory, bandwidth)
+
+
+def _time_context(session: Session, options: BenchOptions, context: int) -> tuple[int, list[float]]:
+    """Slots of the cache, and seconds of each decode step with `context` tokens in use."""
+    timed = TimedSession(session)
+    # A new one each time: the buffers of a longer context would make a shorter one slower.
+    cache = timed.allocate_cache(options.batch_size, options.limit)
+    input_ids = _random_ids(options, session.contract, 1)
+    past_length = np.full(options.batch_size, context - 1, np.int64)
+    for _ in range(_WARM_UP_STEPS + options.new_tokens):
+        timed.decode(cache, input_ids, past_length)
+    return cache.capacity, [call.duration_s for call in timed.calls[_WARM_UP_STEPS:]]
+
+
+def _speed(
+    steps: _Steps, batch_size: int, weights: int, bytes_per_token: int, bandwidth: float | None
+) -> DecodeSpeed:
+    step = Timing.of(steps.durations_s)
+    bytes_read = weights + batch_size * steps.context * bytes_per_token
+    bytes_per_s = bytes_read / step.median_s
+    return DecodeSpeed(
+        context=steps.context,
+        capacity=steps.capacity,
+        step=step,
+        tokens_per_s=batch_size / step.median_s,
+        bytes_read=bytes_read,
+        bytes_per_s=bytes_per_s,
+        bandwidth_share=None if bandwidth is None else bytes_per_s / bandwidth,
+    )

@@ -1,0 +1,126 @@
+"""The machine that a measurement was made on: what it is, and what its memory can do."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+_MIB = 1 << 20
+_SMALLEST_BUFFER = 256 * _MIB
+_STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What has to be known to repeat a measurement.
+
+    Attributes:
+        cpu: Model of the processor.
+        cores: Cores that this process may use.
+        memory_bytes: Memory of the machine.
+        system: Operating system and architecture.
+        python: Version of Python.
+        numpy: Version of NumPy.
+        load_average: Processes that wanted a core over the last minute; None where the system does not say.
+    """
+
+    cpu: str
+    cores: int
+    memory_bytes: int
+    system: str
+    python: str
+    numpy: str
+    load_average: float | None
+
+
+def describe_machine() -> Machine:
+    """This machine, now."""
+    return Machine(
+        cpu=_cpu_model(),
+        cores=usable_cores(),
+        memory_bytes=_memory_bytes(),
+        system=platform.platform(),
+        python=platform.python_version(),
+        numpy=np.__version__,
+        load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+    )
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, which in a container are fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that this process has had resident so far; mapped files count as far as they are read."""
+    try:
+        status = _STATUS.read_text(encoding="utf-8")
+    except OSError:
+        status = ""
+    if (found := re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)) is not None:
+        return int(found[1]) * 1024
+    # Not asked first: Linux hands this maximum on from the process that started this one.
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def read_bandwidth(threads: int, buffer_bytes: int | None = None, repetitions: int = 5) -> float:
+    """Bytes a second at which `threads` threads read memory, the best of several passes.
+
+    Each thread sums its own part of one buffer of 64-bit integers; NumPy lets go of the interpreter lock meanwhile.
+    A pass reads every byte once, so what it reaches is what a decode step, which reads every weight once, could.
+
+    Args:
+        threads: How many read at once.
+        buffer_bytes: Size of the buffer; default: twice the last-level cache, at least 256 MiB, at most a quarter of
+            the memory. It is read from end to end, which leaves nothing of its start in a cache that it exceeds.
+        repetitions: Passes.
+    """
+    if buffer_bytes is None:
+        buffer_bytes = min(max(2 * _last_level_cache_bytes(), _SMALLEST_BUFFER), _memory_bytes() // 4)
+    # Ones, not zeros: pages that were never written all read one page of zeros.
+    buffer = np.ones(buffer_bytes // 8, np.int64)
+    parts = np.array_split(buffer, threads)
+    best_s = float("inf")
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(repetitions):
+            start = time.perf_counter()
+            total = sum(int(part) for part in pool.map(np.sum, parts))
+            best_s = min(best_s, time.perf_counter() - start)
+            assert total == buffer.size
+    return buffer.nbytes / best_s
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1] if found is not None else platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _last_level_cache_bytes() -> int:
+    """Size of the largest cache of the first core, 0 where the system does not say."""
+    largest = 0
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        found = re.fullmatch(r"(\d+)([KM])", file.read_text(encoding="ascii").strip())
+        if found is not None:
+            largest = max(largest, int(found[1]) * (1024 if found[2] == "K" else _MIB))
+    return largest

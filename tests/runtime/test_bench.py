@@ -1,0 +1,274 @@
+"""`kvgraph bench` against a session whose every call takes a known time, and once for real."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from kvgraph import cli
+from kvgraph.export.bundle import Bundle
+from kvgraph.export.contract import Contract, scatter_state
+from kvgraph.runtime.bench import bench, cache_bytes_per_token, weights_read
+from kvgraph.runtime.bench_report import BenchOptions, BenchReport, Timing
+from kvgraph.runtime.session import Cache, Floats, Ids, SessionInfo
+from kvgraph.runtime.timed_session import TimedSession
+
+LAYERS, HEADS, HEAD_DIM, VOCAB = 2, 3, 8, 97
+CONTRACT = Contract(VOCAB, LAYERS, 64, False, scatter_state([(HEADS, HEAD_DIM)] * LAYERS, "float16"))
+CACHE_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 2
+BANDWIDTH = 1e6
+PREFILL_S, DECODE_S, SLOT_S, LOAD_S = 0.5, 0.25, 0.125, 4.0
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeCache:
+    def __init__(self, batch_size: int, limit: int) -> None:
+        self.batch_size, self.limit, self.capacity = batch_size, limit, limit
+
+    def reserve(self, slots: int) -> None: ...
+
+    def read(self, name: str) -> Floats:
+        raise NotImplementedError
+
+    def reset(self) -> None: ...
+
+
+class FakeSession:
+    """Takes PREFILL_S a call of prefill, and DECODE_S + SLOT_S a token in use for decode."""
+
+    def __init__(self, clock: Clock, device: str = "cpu") -> None:
+        clock.now += LOAD_S
+        self.clock = clock
+        self.contract = CONTRACT
+        self.info = SessionInfo("fake", "1", device, "float16", "nowhere")
+        self.seen: list[Ids] = []
+
+    def allocate_cache(self, batch_size: int, limit: int | None = None) -> FakeCache:
+        return FakeCache(batch_size, limit or 64)
+
+    def prefill(
+        self,
+        cache: Cache,
+        input_ids: Ids,
+        past_length: Ids,
+        logit_positions: Ids,
+        new_length: Ids | None = None,
+    ) -> Floats:
+        self.clock.now += PREFILL_S
+        self.seen.append(input_ids)
+        return np.zeros((*logit_positions.shape, VOCAB), np.float32)
+
+    def decode(self, cache: Cache, input_ids: Ids, past_length: Ids) -> Floats:
+        self.clock.now += DECODE_S + SLOT_S * (past_length.max() + 1)
+        self.seen.append(input_ids)
+        return np.zeros((len(input_ids), 1, VOCAB), np.float32)
+
+    def hidden_states(self) -> tuple[Floats, ...]:
+        return (np.ones(1, np.float32),)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", clock)
+    monkeypatch.setattr("kvgraph.runtime.bench.read_bandwidth", lambda threads: BANDWIDTH)
+    return clock
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    """A bundle without graphs: weights of 97 * 20 and 10 numbers, 2 bytes each, head and embedding apart."""
+    weights = {
+        "model.embed_tokens.weight": np.ones((97, 20), np.float16),
+        "lm_head.weight": np.ones(10, np.float16),
+    }
+    save_file(weights, tmp_path / "weights.safetensors", metadata={"format": "pt"})
+    return Bundle(
+        path=tmp_path,
+        schema_version=1,
+        tool_version="0",
+        model_type="llama",
+        config={"tie_word_embeddings": False},
+        dtype="float16",
+        residual_dtype="float16",
+        contract=CONTRACT,
+        recipe=None,
+        source={},
+        weights={},
+        files={},
+        versions={},
+    )
+
+
+Measure = Callable[..., BenchReport]
+
+
+@pytest.fixture
+def measure(bundle: Bundle, clock: Clock) -> Measure:
+    return lambda **options: bench(bundle, lambda: FakeSession(clock), BenchOptions(**options))
+
+
+def test_load_time_is_that_of_opening(measure: Measure) -> None:
+    assert measure(prompt_tokens=4, new_tokens=2).load_s == LOAD_S
+
+
+def test_prefill_counts_the_tokens_of_all_rows_and_chunks(measure: Measure) -> None:
+    report = measure(prompt_tokens=10, new_tokens=2, batch_size=3, prefill_chunk=4)
+    assert report.prefill == Timing(3 * PREFILL_S, 3 * PREFILL_S, 3 * PREFILL_S, 3)
+    assert report.prefill_tokens_per_s == 3 * 10 / (3 * PREFILL_S)
+    assert report.time_to_first_token.median_s == report.first_run_s == 3 * PREFILL_S
+
+
+def test_decode_is_timed_with_exactly_so_many_tokens_in_use(measure: Measure) -> None:
+    report = measure(prompt_tokens=4, new_tokens=5, contexts=(1, 7, 64), batch_size=2, runs=2)
+    assert [speed.context for speed in report.decode] == [1, 7, 64]
+    for speed in report.decode:
+        step_s = DECODE_S + SLOT_S * speed.context
+        assert speed.step == Timing(step_s, step_s, step_s, 2 * 5)
+        assert speed.tokens_per_s == 2 / step_s
+
+
+def test_decode_is_timed_at_the_length_of_the_prompt_by_default(measure: Measure) -> None:
+    assert [speed.context for speed in measure(prompt_tokens=9, new_tokens=2).decode] == [9]
+
+
+def test_bandwidth_share_follows_from_the_bytes_of_weights_and_cache(measure: Measure) -> None:
+    (speed,) = measure(prompt_tokens=4, new_tokens=2, contexts=(7,), batch_size=3).decode
+    assert speed.bytes_read == 10 * 2 + 3 * 7 * CACHE_BYTES
+    assert speed.bytes_per_s == speed.bytes_read / (DECODE_S + SLOT_S * 7)
+    assert speed.bandwidth_share == speed.bytes_per_s / BANDWIDTH
+
+
+def test_bandwidth_of_the_host_says_nothing_of_a_gpu(bundle: Bundle, clock: Clock) -> None:
+    options = BenchOptions(prompt_tokens=4, new_tokens=2)
+    report = bench(bundle, lambda: FakeSession(clock, "cuda:0"), options)
+    assert report.memory_bandwidth_bytes_per_s is None
+    assert report.decode[0].bandwidth_share is None
+
+
+@pytest.mark.parametrize(("tied", "numbers"), [(True, 97 * 20 + 10), (False, 10)])
+def test_embedding_table_is_read_only_where_it_is_the_head(bundle: Bundle, tied: bool, numbers: int) -> None:
+    assert weights_read(replace(bundle, config={"tie_word_embeddings": tied})) == 2 * numbers
+
+
+def test_cache_bytes_are_those_of_all_layers() -> None:
+    assert cache_bytes_per_token(CONTRACT) == CACHE_BYTES
+
+
+def test_token_ids_are_valid_and_the_same_for_the_same_seed(bundle: Bundle, clock: Clock) -> None:
+    def seen(seed: int) -> Ids:
+        session = FakeSession(clock)
+        bench(bundle, lambda: session, BenchOptions(prompt_tokens=30, new_tokens=2, seed=seed))
+        assert all(((ids >= 0) & (ids < VOCAB)).all() for ids in session.seen)
+        return session.seen[0]
+
+    assert (seen(1) == seen(1)).all()
+    assert (seen(1) != seen(2)).any()
+
+
+def test_loop_overhead_is_counted_at_every_step_but_the_first(measure: Measure) -> None:
+    report = measure(prompt_tokens=4, new_tokens=6, runs=2)
+    assert report.loop_overhead == Timing(0.0, 0.0, 0.0, 2 * 5)
+
+
+def test_gap_is_the_time_between_the_calls_of_a_session(clock: Clock) -> None:
+    session = TimedSession(FakeSession(clock))
+    cache, ids, past = session.allocate_cache(1), np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
+    session.prefill(cache, ids, past, ids)
+    for gap in (0.5, 2.0):
+        clock.now += gap
+        session.decode(cache, ids, past)
+    assert session.gaps_s() == [0.5, 2.0]
+    assert [call.duration_s for call in session.calls] == [PREFILL_S, DECODE_S + SLOT_S, DECODE_S + SLOT_S]
+
+
+def test_timed_session_is_the_session_in_all_else(clock: Clock) -> None:
+    inner = FakeSession(clock)
+    session = TimedSession(inner)
+    assert (session.contract, session.info) == (inner.contract, inner.info)
+    assert session.allocate_cache(2, 5).limit == 5
+    assert (session.hidden_states()[0] == inner.hidden_states()[0]).all()
+
+
+def test_timing_is_median_fastest_and_slowest() -> None:
+    assert Timing.of([3.0, 1.0, 9.0, 2.0]) == Timing(2.5, 1.0, 9.0, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_tokens": 0}, "prompt_tokens is 0"),
+        ({"new_tokens": 1}, "new_tokens is 1, expected 2"),
+        ({"runs": 0}, "runs is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"threads": 0}, "threads is 0"),
+        ({"prefill_chunk": 0}, "prefill_chunk is 0"),
+        ({"limit": 65, "prompt_tokens": 4}, "limit is 65, expected 1 to 64"),
+        ({"contexts": (0,), "prompt_tokens": 4}, "context is 0, expected 1 to 64"),
+        ({"contexts": (8, 65), "prompt_tokens": 4}, "context is 65, expected 1 to 64"),
+        ({"prompt_tokens": 60, "new_tokens": 5}, "prompt_tokens 60 and new_tokens 5 exceed the 64 slots"),
+    ],
+)
+def test_size_out_of_range_is_refused(measure: Measure, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        measure(**{"new_tokens": 2, **options})
+
+
+def test_command_measures_a_bundle_and_writes_the_report(
+    shared_data: Path,
+    exported: Callable[..., Bundle],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvgraph.runtime.bench.read_bandwidth", lambda threads: BANDWIDTH)
+    path, file = exported(shared_data / "stories260k").path, tmp_path / "bench.json"
+    sizes = ["--prompt-tokens", "8", "--new-tokens", "4", "--context", "8,100", "--batch", "2", "--runs", "1"]
+    assert cli.main(["bench", str(path), *sizes, "--threads", "1", "--json", str(file)]) == 0
+
+    data = json.loads(file.read_text())
+    assert [speed["context"] for speed in data["decode"]] == [8, 100]
+    assert data["decode"][1]["capacity"] == 128  # the buffers double
+    # 260,032 parameters (tied, all read) and 2 rows of 100 tokens of 1,280 bytes.
+    assert data["decode"][1]["bytes_read"] == 260_032 * 4 + 2 * 100 * 1280
+    assert 0 < data["loop_overhead"]["median_s"] < data["time_to_first_token"]["median_s"]
+    assert data["session"]["device"] == "cpu"
+
+    shown = capsys.readouterr().out
+    for text in ("onnxruntime", "prefill", "tokens/s", "100 tokens", "peak memory", data["machine"]["cpu"]):
+        assert text in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", "8,x"], "'8,x', expected a number"),
+        (["--threads", "1", "--target", "ort-cuda"], "--threads is for a CPU"),
+        (["--target", "ort-cpu"], "no target 'ort-cpu'"),
+    ],
+)
+def test_argument_out_of_place_is_one_line(
+    shared_data: Path,
+    exported: Callable[..., Bundle],
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["bench", str(exported(shared_data / "stories260k").path), *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,63 @@
+"""The machine of a measurement: memory and bandwidth."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvgraph.runtime import machine
+
+MIB = 1 << 20
+
+
+def test_peak_memory_grows_with_what_is_touched_and_does_not_fall() -> None:
+    # In a process of its own: what other tests have touched would hide the growth.
+    code = (
+        "import numpy as np; from kvgraph.runtime.machine import peak_memory_bytes as peak\n"
+        "before = peak(); block = np.ones(64 << 20, np.uint8); after = peak(); del block\n"
+        "print(after - before, peak() - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    # Linux counts resident pages a few at a time.
+    assert [int(growth) for growth in done.stdout.split()] == pytest.approx([64 * MIB] * 2, rel=0.1)
+
+
+def test_peak_memory_without_procfs_is_that_of_getrusage(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(machine, "_STATUS", tmp_path / "absent")
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert machine.peak_memory_bytes() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_bandwidth_is_that_of_reading_every_byte(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))  # every pass takes a second
+    assert machine.read_bandwidth(threads, 4 * MIB, repetitions=2) == 4 * MIB
+
+
+def test_bandwidth_is_of_the_order_of_a_single_reduction() -> None:
+    import time
+
+    buffer, times = np.ones(32 * MIB // 8, np.int64), []
+    for _ in range(5):
+        start = time.perf_counter()
+        buffer.sum()
+        times.append(time.perf_counter() - start)
+    measured = machine.read_bandwidth(1, buffer.nbytes)
+    assert 0.1 < measured * min(times) / buffer.nbytes < 10  # other processes may come between
+
+
+def test_machine_is_described() -> None:
+    found = machine.describe_machine()
+    assert found.cpu
+    assert 1 <= found.cores <= (os.cpu_count() or 1)
+    assert found.memory_bytes > 100 * MIB
+    assert found.numpy == np.__version__
