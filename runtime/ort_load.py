@@ -69,10 +69,15 @@ def session_options(threads: int | None, mapped_weights: bool) -> Any:
     Args:
         threads: Threads within an operator, None for one a core.
         mapped_weights: Use the weights where they lie in the mapped file instead of in a repacked copy.
+
+    Raises:
+        ValueError: `threads` is below 1.
     """
     options = import_onnxruntime().SessionOptions()
     options.log_severity_level = 3
     if threads is not None:
+        if threads < 1:
+            raise ValueError(f"threads is {threads}, expected 1 or more, or None for one a core")
         options.intra_op_num_threads = threads
     if mapped_weights:
         options.add_session_config_entry("session.disable_prepacking", "1")

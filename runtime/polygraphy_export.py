@@ -115,7 +115,11 @@ def _graph_buffer(tensor: StateTensor, cache: Cache) -> NDArray[Any]:
 
 
 def save_polygraphy(
-    directory: str | Path, recorded: Sequence[RecordedStep], graphs: Mapping[GraphName, Path], band: Band
+    directory: str | Path,
+    recorded: Sequence[RecordedStep],
+    graphs: Mapping[GraphName, Path],
+    weights: Path,
+    band: Band,
 ) -> Path:
     """Write recorded steps as Polygraphy JSON, and the commands that replay them.
 
@@ -123,6 +127,7 @@ def save_polygraphy(
         directory: Is made; files of the same names are replaced.
         recorded: From `record_steps`.
         graphs: The ONNX files.
+        weights: The directory of their external data.
         band: Becomes the tolerances of the commands.
 
     Returns:
@@ -139,7 +144,9 @@ def save_polygraphy(
         inputs.write_text(json.dumps([_arrays(step.inputs) for step in steps]), encoding="utf-8")
         outputs.write_text(json.dumps(_run_results([step.outputs for step in steps])), encoding="utf-8")
         files = ["--load-inputs", str(inputs.resolve()), "--load-outputs", str(outputs.resolve())]
-        command = ["polygraphy", "run", str(graphs[graph].resolve()), "--onnxrt", *files]
+        model = graphs[graph].resolve()
+        place = [] if model.parent == weights.resolve() else ["--external-data-dir", str(weights.resolve())]
+        command = ["polygraphy", "run", str(model), "--onnxrt", *place, *files]
         commands.append(shlex.join([*command, *_tolerances(steps, band)]))
     path = directory / COMMANDS_FILE
     path.write_text("".join(f"{command}\n" for command in commands), encoding="utf-8")

@@ -216,5 +216,6 @@ def _save_polygraphy(
     chosen = steps_worth_replaying(report)
     steps = plan_steps(sequences, args.prefill, args.prefill_chunk)
     recorded = record_steps(reference, candidate.contract, steps, chosen)
-    commands = save_polygraphy(args.save_polygraphy, recorded, _graph_paths(bundle, args.target), report.band)
+    graphs = _graph_paths(bundle, args.target)
+    commands = save_polygraphy(args.save_polygraphy, recorded, graphs, bundle.path, report.band)
     print(f"steps {', '.join(map(str, chosen))} for Polygraphy: run the commands in {commands}")

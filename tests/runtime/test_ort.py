@@ -213,6 +213,10 @@ class TestCalls:
         with pytest.raises(ValueError, match=r"input_ids\[0, 0\] is 97"):
             prefill(session, session.allocate_cache(1), np.array([[V]]))
 
+    def test_no_threads_at_all_is_refused(self, bundle):
+        with pytest.raises(ValueError, match="threads is 0, expected 1 or more"):
+            OrtSession(bundle, threads=0)
+
     def test_packed_weights_give_the_same_logits(self, bundle, session, ids):
         packed = OrtSession(bundle, threads=1, pack_weights=True)
         found, expected = (prefill(one, one.allocate_cache(2), ids) for one in (packed, session))

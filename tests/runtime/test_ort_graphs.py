@@ -199,10 +199,8 @@ class TestProviders:
         placed = {CUDA_PROVIDER: {"MatMul", "Add"}, CPU_PROVIDER: {"Shape", "TensorScatter"}}
         with pytest.raises(RuntimeError, match=r"decode\.onnx: TensorScatter run on CPUExecutionProvider"):
             ort_load.check_placement("decode.onnx", placed, CUDA_PROVIDER)
-
-    def test_shape_operators_on_the_cpu_are_not(self):
-        placed = {CUDA_PROVIDER: {"MatMul"}, CPU_PROVIDER: {"Shape", "Gather"}}
-        ort_load.check_placement("decode.onnx", placed, CUDA_PROVIDER)
+        # A few shape operators always are there.
+        ort_load.check_placement("decode.onnx", {**placed, CPU_PROVIDER: {"Shape"}}, CUDA_PROVIDER)
 
     def test_without_onnxruntime_the_error_names_the_extras(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "onnxruntime", None)

@@ -53,9 +53,8 @@ def session(bundle):
 @pytest.fixture
 def saved(bundle, session, tmp_path):
     recorded = record_steps(session, bundle.contract, plan_steps(ROWS, 3), [0, 2, 5])
-    return save_polygraphy(
-        tmp_path / "steps", recorded, {graph: bundle.graph_path(graph) for graph in GRAPHS}, BAND
-    )
+    graphs = {graph: bundle.graph_path(graph) for graph in GRAPHS}
+    return save_polygraphy(tmp_path / "steps", recorded, graphs, bundle.path, BAND)
 
 
 def test_onnx_runtime_replays_every_recorded_step(bundle, saved):
@@ -136,3 +135,10 @@ def test_the_commands_name_the_files_and_each_outputs_tolerance(bundle, saved):
         assert [entry.partition(":")[0] for entry in tolerances] == [
             tensor.name for tensor in bundle.contract.graph("decode").outputs
         ]
+
+
+def test_the_weights_of_a_graph_elsewhere_are_named(bundle, session, tmp_path):
+    recorded = record_steps(session, bundle.contract, plan_steps(ROWS, 3), [0])
+    graphs = {graph: bundle.path / "targets" / "ort-cpu" / f"{graph}.onnx" for graph in GRAPHS}
+    command = shlex.split(save_polygraphy(tmp_path, recorded, graphs, bundle.path, BAND).read_text())
+    assert command[command.index("--external-data-dir") + 1] == str(bundle.path.resolve())
