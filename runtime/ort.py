@@ -163,7 +163,7 @@ class OrtSession:
             cache.bindings[graph] = binding
         self._latest = binding
         try:
-            return binding.run(inputs)
+            return binding.run(inputs, cache)
         except self._errors as error:
             raise RuntimeError(f"{graph_file(graph)}: ONNX Runtime failed in a step: {error}") from error
 

@@ -29,6 +29,9 @@ class Binding:
     The buffers are bound once, as `past_key_values.*` and (scatter form) as `present.*` too: ONNX Runtime copies the
     cache unless the two are one memory. The small inputs are bound anew at every step, which takes less than a
     microsecond each: on a GPU binding is what copies them to the device.
+
+    A binding knows the addresses of the buffers and does not own them: the cache owns its bindings, and dies with the
+    last reference to it.
     """
 
     def __init__(
@@ -42,7 +45,6 @@ class Binding:
         self._session = session
         self._io = session.io_binding()
         self._contract = contract
-        self._cache = cache
         self._device = device
         self._hidden_specs = hidden
         self._sizes = (0, 0)
@@ -50,25 +52,25 @@ class Binding:
         self._hidden: list[NDArray[Any]] = []
         self._entries: list[tuple[StateTensor, NDArray[Any]]] = []
         for tensor in contract.state:
-            self._bind_state(tensor)
+            self._bind_state(tensor, cache)
 
-    def _bind_state(self, tensor: StateTensor) -> None:
+    def _bind_state(self, tensor: StateTensor, cache: OrtCache) -> None:
         place = (
             *self._device,
             element_type(tensor.dtype).onnx,
-            self._cache.shape(tensor),
-            self._cache.buffer(tensor.name).pointer,
+            cache.shape(tensor),
+            cache.buffer(tensor.name).pointer,
         )
         self._io.bind_input(tensor.name, *place)
         if tensor.form == "scatter":
             self._io.bind_output(tensor.output, *place)
 
-    def run(self, inputs: StepInputs) -> Floats:
-        """Logits [B, N, V] of one step; in decode the next step writes the same array again."""
+    def run(self, inputs: StepInputs, cache: OrtCache) -> Floats:
+        """Logits [B, N, V] of one step over the bound cache; in decode the next step writes the same array again."""
         ids, positions = inputs.input_ids, inputs.logit_positions
         sizes = (ids.shape[1], 1 if positions is None else positions.shape[1])
         if sizes != self._sizes or positions is not None:
-            self._bind_outputs(*sizes)
+            self._bind_outputs(cache, *sizes)
         self._io.bind_cpu_input(INPUT_IDS, ids)
         self._io.bind_cpu_input(PAST_LENGTH, inputs.past_length)
         if positions is not None:
@@ -77,7 +79,7 @@ class Binding:
             self._io.bind_cpu_input(NEW_LENGTH, inputs.new_length)
         self._session.run_with_iobinding(self._io)
         for tensor, entries in self._entries:
-            self._cache.write(tensor, entries, inputs.past_length)
+            cache.write(tensor, entries, inputs.past_length)
         return self._logits
 
     def hidden_states(self) -> tuple[Floats, ...]:
@@ -85,8 +87,8 @@ class Binding:
         pairs = zip(self._hidden, self._hidden_specs, strict=True)
         return tuple(to_float32(array, spec.dtype) for array, spec in pairs)
 
-    def _bind_outputs(self, new_tokens: int, rows: int) -> None:
-        batch = self._cache.batch_size
+    def _bind_outputs(self, cache: OrtCache, new_tokens: int, rows: int) -> None:
+        batch = cache.batch_size
         self._logits = self._host_output(LOGITS, "float32", (batch, rows, self._contract.vocab_size))
         self._hidden = [
             self._host_output(spec.name, spec.dtype, (batch, new_tokens, int(spec.shape[2])))
@@ -95,7 +97,7 @@ class Binding:
         self._entries = []
         for tensor in self._contract.state:
             if tensor.form == "delta":
-                _, heads, _, head_dim = self._cache.shape(tensor)
+                _, heads, _, head_dim = cache.shape(tensor)
                 entries = self._host_output(tensor.output, tensor.dtype, (batch, heads, new_tokens, head_dim))
                 self._entries.append((tensor, entries))
         self._sizes = (new_tokens, rows)

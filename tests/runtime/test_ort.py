@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import numpy as np
 import onnx_ir
@@ -165,6 +166,13 @@ class TestCache:
         expected = prefill(session, session.allocate_cache(2), ids)
         np.testing.assert_allclose(prefill(fixed, cache, ids), expected, atol=TOLERANCE)
         assert fixed.allocate_cache(1, limit=10).capacity == 48
+
+    def test_the_buffers_go_with_the_last_reference(self, session, ids):
+        cache = session.allocate_cache(2)
+        prefill(session, cache, ids[:, :5])
+        gone = weakref.ref(cache)
+        del cache
+        assert gone() is None
 
 
 class TestCalls:
