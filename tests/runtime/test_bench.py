@@ -144,6 +144,14 @@ def test_decode_is_timed_with_exactly_so_many_tokens_in_use(measure: Measure) ->
         assert speed.tokens_per_s == 2 / step_s
 
 
+def test_cache_is_filled_with_tokens_before_decode_is_timed(bundle: Bundle, clock: Clock) -> None:
+    session = FakeSession(clock)
+    options = BenchOptions(prompt_tokens=4, new_tokens=2, contexts=(31,), prefill_chunk=16, runs=1)
+    bench(bundle, lambda: session, options)
+    # Two generations, the first to warm up, then 30 tokens and the steps.
+    assert [ids.shape[1] for ids in session.seen if ids.shape[1] > 1] == [4, 4, 16, 14]
+
+
 def test_decode_is_timed_at_the_length_of_the_prompt_by_default(measure: Measure) -> None:
     assert [speed.context for speed in measure(prompt_tokens=9, new_tokens=2).decode] == [9]
 
