@@ -12,16 +12,18 @@ from onnxscript import optimizer
 from kvgraph.export.passes.static_reshape import make_reshapes_static
 
 
-def canonicalize(graph: ir.Graph) -> None:
-    """Reduce a traced piece to the operators that compute: fold constants, drop identities and dead nodes.
+def canonicalize(graph: ir.Graph) -> bool:
+    """Reduce a traced piece to the operators that compute.
 
-    Parameters take no part: their values are unknown here, and stay where the weights file puts them.
+    Rules: shape arithmetic gives way to static reshapes; constants are folded; identities, repeated subexpressions,
+    dead nodes and the tracer's notes go; constants become initializers. Parameters take no part: their values are
+    unknown here, and stay where the weights file puts them.
     """
     for parameter in graph.initializers.values():
         parameter.const_value = None
     model = ir.Model(graph, ir_version=10)
-    make_reshapes_static(model)
-    optimizer.fold_constants(model, onnx_shape_inference=True)
+    changed = make_reshapes_static(model)
+    changed |= optimizer.fold_constants(model, onnx_shape_inference=True).modified
     for final in (
         common.IdentityEliminationPass(),
         common.CommonSubexpressionEliminationPass(),
@@ -29,4 +31,5 @@ def canonicalize(graph: ir.Graph) -> None:
         common.RemoveUnusedNodesPass(),
         common.ClearMetadataAndDocStringPass(),
     ):
-        final(model)
+        changed |= final(model).modified
+    return changed
