@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,22 +60,27 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bundle]:
-    """Exports a checkpoint directory, once for each set of `ExportOptions`: tracing takes seconds."""
+def quick_tracing() -> Iterator[None]:
+    """torch.onnx.export reads the source of its whole operator library at every call: do that once."""
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib))
+        )
+        yield
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory, quick_tracing: None) -> Callable[..., Bundle]:
+    """Exports a checkpoint directory, once for each set of `ExportOptions`: tracing takes seconds."""
     from kvgraph.export.exporter import ExportOptions, export_checkpoint
     from kvgraph.models.checkpoint import open_checkpoint
-
-    # torch.onnx.export parses the source of its whole operator library at every call, which is half of its time here.
-    parsed_once = functools.cache(ONNXRegistry.from_torchlib)
 
     @functools.cache
     def export(checkpoint: Path, options: ExportOptions) -> Bundle:
         output = tmp_path_factory.mktemp("exported") / "bundle"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(parsed_once))
-            return export_checkpoint(open_checkpoint(checkpoint), output, options)
+        return export_checkpoint(open_checkpoint(checkpoint), output, options)
 
     def with_options(checkpoint: Path, **options: Any) -> Bundle:
         return export(checkpoint, ExportOptions(**options))
