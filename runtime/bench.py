@@ -3,9 +3,9 @@
 Times are medians over all steps of several runs, with the fastest and the slowest beside them; the first run warms
 up and counts only for itself. Prompts are random token ids, the same for the same seed, and no token ends a text.
 
-Decode at a context of N tokens is the step that writes slot N - 1, repeated. The slots below are filled by prefill:
-over a cache of zeros attention is up to 1.5 times as fast on a CPU, because its weights are all equal, where real ones
-are in part so small that they are denormal numbers, on which processors are slow.
+Decode at a context of N tokens is the step that writes slot N - 1, repeated. The slots below are filled by prefill.
+Zeros are no stand-in: attention weights over them are all equal, where real ones may be denormal numbers, on which a
+CPU that does not flush them is slow (1.5 times the time of a step over 512 tokens of a tiny model).
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from kvgraph.runtime.bench_report import BenchOptions, BenchReport, DecodeSpeed,
 from kvgraph.runtime.element_types import element_type
 from kvgraph.runtime.generate import stream
 from kvgraph.runtime.generation import GenerationParams
-from kvgraph.runtime.machine import describe_machine, peak_memory_bytes, read_bandwidth, usable_cores
+from kvgraph.runtime.machine import (
+    describe_machine,
+    memory_in_use_bytes,
+    peak_memory_bytes,
+    read_bandwidth,
+    usable_cores,
+)
 from kvgraph.runtime.prefill import prefill_prompts
 from kvgraph.runtime.session import Cache, Ids, Session
 from kvgraph.runtime.timed_session import TimedSession
@@ -84,6 +90,7 @@ def bench(
             _speed(steps, options.batch_size, weights, per_token, decoding.bandwidth)
             for steps in decoding.steps
         ),
+        memory_in_use_bytes=decoding.memory_in_use_bytes,
         peak_memory_bytes=decoding.peak_memory_bytes,
         memory_bandwidth_bytes_per_s=decoding.bandwidth,
     )
@@ -135,6 +142,7 @@ class _Decoding:
     """Decode at every context, and what was measured between."""
 
     steps: list[_Steps]
+    memory_in_use_bytes: int | None
     peak_memory_bytes: int
     bandwidth: float | None
 
@@ -192,17 +200,17 @@ def _time_steps(session: Session, options: BenchOptions) -> _Decoding:
     # One each: the buffers of a longer context would make a shorter one slower.
     caches = {context: _filled_cache(session, options, context) for context in options.contexts}
     durations_s: dict[int, list[float]] = {context: [] for context in caches}
-    peak_memory, bandwidth = 0, None
+    memory, peak_memory, bandwidth = None, 0, None
     for run in tqdm(range(options.runs), desc="decoding", unit="run", disable=None):
         for context, cache in caches.items():
             durations_s[context] += _time_context(session, cache, options, context)
         if run == 0:
             # Before the buffer of the bandwidth measurement; later runs need no more than the first.
-            peak_memory = peak_memory_bytes()
+            memory, peak_memory = memory_in_use_bytes(), peak_memory_bytes()
         if session.info.device == "cpu":
             bandwidth = max(bandwidth or 0.0, read_bandwidth(options.threads or usable_cores()))
     steps = [_Steps(context, cache.capacity, durations_s[context]) for context, cache in caches.items()]
-    return _Decoding(steps, peak_memory, bandwidth)
+    return _Decoding(steps, memory, peak_memory, bandwidth)
 
 
 def _filled_cache(session: Session, options: BenchOptions, context: int) -> Cache:

@@ -107,7 +107,9 @@ class BenchReport:
         prefill_tokens_per_s: Prompt tokens of all rows a second, by the median.
         loop_overhead: What the generation loop takes between two calls of the session: sampling, text, stop rules.
         decode: One entry a context.
-        peak_memory_bytes: Most resident memory of the process, without the buffer of the bandwidth measurement.
+        memory_in_use_bytes: Memory of the process after decoding, each page once; None where the system does not say.
+        peak_memory_bytes: Most resident memory of the process, weights counted once for each graph that maps them. The
+            buffer of the bandwidth measurement is left out.
         memory_bandwidth_bytes_per_s: The best that `read_bandwidth` reached; None where the model runs on a GPU.
     """
 
@@ -126,6 +128,7 @@ class BenchReport:
     prefill_tokens_per_s: float
     loop_overhead: Timing
     decode: tuple[DecodeSpeed, ...]
+    memory_in_use_bytes: int | None
     peak_memory_bytes: int
     memory_bandwidth_bytes_per_s: float | None
 

@@ -16,6 +16,7 @@ import numpy as np
 _MIB = 1 << 20
 _SMALLEST_BUFFER = 256 * _MIB
 _STATUS = Path("/proc/self/status")
+_ROLLUP = Path("/proc/self/smaps_rollup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,10 @@ def usable_cores() -> int:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that this process has had resident so far; mapped files count as far as they are read."""
+    """The most memory that this process has had resident so far.
+
+    Mapped files count as far as they are read, and once for each mapping: see `memory_in_use_bytes`.
+    """
     try:
         status = _STATUS.read_text(encoding="utf-8")
     except OSError:
@@ -74,6 +78,20 @@ def peak_memory_bytes() -> int:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def memory_in_use_bytes() -> int | None:
+    """Memory of this process now, with a page of a file that is mapped twice counted once; None without procfs.
+
+    Graphs that map one weights file each add it to the resident size; the machine holds it once. Pages that other
+    processes map too count in part.
+    """
+    try:
+        rollup = _ROLLUP.read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"^Pss:\s*(\d+) kB$", rollup, re.MULTILINE)
+    return None if found is None else int(found[1]) * 1024
 
 
 def read_bandwidth(threads: int, buffer_bytes: int | None = None, repetitions: int = 5) -> float:

@@ -155,8 +155,10 @@ def _decode(speeds: tuple[DecodeSpeed, ...]) -> str:
 
 def _memory(report: BenchReport) -> str:
     bandwidth = report.memory_bandwidth_bytes_per_s
+    in_use = report.memory_in_use_bytes
     rows = [
-        ("peak memory", _bytes(report.peak_memory_bytes)),
+        ("memory in use", "unknown" if in_use is None else f"{_bytes(in_use)}, each page once"),
+        ("peak memory", f"{_bytes(report.peak_memory_bytes)} resident, mapped weights once a graph"),
         ("weights read a step", _bytes(report.weights_bytes)),
         ("cache a token", f"{report.cache_bytes_per_token:,} bytes"),
         (

@@ -36,6 +36,27 @@ def test_peak_memory_without_procfs_is_that_of_getrusage(
     assert machine.peak_memory_bytes() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="no procfs")
+def test_file_that_is_mapped_twice_is_in_use_once(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(32 * MIB))
+    code = (
+        "import sys, numpy as np; from kvgraph.runtime import machine\n"
+        "used, peak = machine.memory_in_use_bytes(), machine.peak_memory_bytes()\n"
+        "maps = [np.memmap(sys.argv[1], mode='r') for _ in range(2)]; [int(array.sum()) for array in maps]\n"
+        "print(machine.memory_in_use_bytes() - used, machine.peak_memory_bytes() - peak)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    in_use, resident = map(int, done.stdout.split())
+    assert in_use == pytest.approx(32 * MIB, rel=0.1)
+    assert resident == pytest.approx(2 * 32 * MIB, rel=0.1)
+
+
+def test_memory_in_use_is_unknown_without_procfs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "_ROLLUP", tmp_path / "absent")
+    assert machine.memory_in_use_bytes() is None
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_bandwidth_is_that_of_reading_every_byte(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
