@@ -131,3 +131,63 @@ def write_weights(
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
+
+
+class WeightsWriter:
+    """Writes the tensors of a layout in any order, also a tensor's parts; a context manager that closes the file.
+
+    Args:
+        path: New file.
+        layout: Where everything goes.
+    """
+
+    def __init__(self, path: Path, layout: WeightLayout) -> None:
+        self.layout = layout
+        self._file = path.open("x+b")
+        self._missing = {name: stored.size for name, stored in layout.tensors.items()}
+        # A disk that is too full says so now.
+        os.posix_fallocate(self._file.fileno(), 0, layout.size)
+        self._write(memoryview(layout.header), 0)
+
+    def __enter__(self) -> WeightsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, name: str, data: memoryview, offset: int = 0) -> None:
+        """Put bytes into a tensor, `offset` bytes behind its first; no byte may be written twice.
+
+        Raises:
+            ValueError: There is no such tensor, or it has no room for so many bytes.
+        """
+        if name not in self.layout.tensors:
+            raise ValueError(f"{self._file.name}: the layout has no tensor {name!r}")
+        stored, size = self.layout.tensors[name], data.nbytes
+        if not 0 <= offset <= offset + size <= stored.size or size > self._missing[name]:
+            raise ValueError(
+                f"{self._file.name}: {size} bytes at {offset} of {name!r}, which has {stored.size} bytes and misses "
+                f"{self._missing[name]}"
+            )
+        self._write(data, stored.offset + offset)
+        self._missing[name] -= size
+
+    def finish(self) -> str:
+        """The file's sha256, once it is complete and on the disk.
+
+        Raises:
+            ValueError: Bytes of a tensor were not written.
+        """
+        missing = [name for name, size in self._missing.items() if size]
+        if missing:
+            raise ValueError(
+                f"{self._file.name}: {len(missing)} tensors were not written, {missing[0]!r} the first"
+            )
+        os.fsync(self._file.fileno())
+        self._file.seek(0)
+        return hashlib.file_digest(self._file, "sha256").hexdigest()
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        view, done = data.cast("B"), 0
+        while done < view.nbytes:
+            done += os.pwrite(self._file.fileno(), view[done:], offset + done)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,9 +27,11 @@ class QuantizedWeight:
     Attributes:
         scheme: How it was rounded.
         codes: [I, O] in the format's type.
-        scale: [O], or [I / block, O]: float32 that hold values of the stored type; NVFP4: E4M3 values.
+        scale: [O], or [blocks, O]: float32 that hold values of the stored type; NVFP4: E4M3 values. Where the block
+            size does not divide I, the last block is a short one.
         zero_point: Like `scale`, in the format's type; None for symmetric formats.
         global_scale: NVFP4's one float32 factor of all scales, else None.
+        scale_dtype: The graph's compute type.
     """
 
     scheme: WeightScheme
@@ -36,15 +39,20 @@ class QuantizedWeight:
     scale: Floats
     zero_point: NDArray[np.generic] | None
     global_scale: np.float32 | None
+    scale_dtype: np.dtype[np.generic]
 
     def dequantize(self) -> Floats:
         """(codes - zero point) * scale, [I, O] float32."""
-        scale = self.scale if self.global_scale is None else self.scale * self.global_scale
+        scale = combined_scale(self.scale, self.global_scale, self.scale_dtype)
         codes = self.codes.astype(np.float32)
-        rows = self.codes.shape[0]
         if self.zero_point is not None:
-            codes -= _spread(self.zero_point.astype(np.float32), rows)
-        return codes * _spread(scale, rows)
+            codes -= self._spread(self.zero_point.astype(np.float32))
+        return codes * self._spread(scale)
+
+    def _spread(self, per_block: Floats) -> Floats:
+        """[O] or [blocks, O] repeated to [I, O]."""
+        size = self.scheme.block_size
+        return per_block if size is None else np.repeat(per_block, size, axis=0)[: len(self.codes)]
 
 
 def quantize_weight(
@@ -60,17 +68,18 @@ def quantize_weight(
             that of `weight`.
 
     Raises:
-        ValueError: The matrix is not finite, or the block size does not divide I.
+        ValueError: The matrix is not finite.
     """
     if not np.isfinite(weight).all():
         raise ValueError(f"weight [{weight.shape[0]}, {weight.shape[1]}] holds NaN or infinite values")
     blocks = _blocks(weight, scheme.block_size)
     scale, zero_point, global_scale = choose_scales(blocks, scheme, scale_dtype, largest)
-    codes = round_blocks(blocks, scheme, scale if global_scale is None else scale * global_scale, zero_point)
+    codes = round_blocks(blocks, scheme, combined_scale(scale, global_scale, scale_dtype), zero_point)
+    codes = codes.reshape(-1, weight.shape[1])[: len(weight)]
     if scheme.block_size is None:
         scale, zero_point = scale[0], None if zero_point is None else zero_point[0]
     stored_zero = None if zero_point is None else zero_point.astype(FORMATS[scheme.format].element)
-    return QuantizedWeight(scheme, codes.reshape(weight.shape), scale, stored_zero, global_scale)
+    return QuantizedWeight(scheme, codes, scale, stored_zero, global_scale, scale_dtype)
 
 
 def choose_scales(
@@ -79,14 +88,14 @@ def choose_scales(
     scale_dtype: np.dtype[np.generic],
     whole_largest: float | None = None,
 ) -> tuple[Floats, Floats | None, np.float32 | None]:
-    """Scales, zero points and global scale of blocks [G, I / G, O]; scales and zero points are [G, O] float32."""
+    """Scales, zero points and global scale of blocks [G, block, O]; scales and zero points are [G, O] float32."""
     if scheme.format == "uint4":
         scale, zero_point = _asymmetric(blocks, scheme, scale_dtype)
         return scale, zero_point, None
     form = FORMATS[scheme.format]
     largest = np.abs(blocks).max(axis=1)
     if scheme.scale_form == "power_of_two":
-        return _power_of_two(largest, form), None, None
+        return _power_of_two(largest, form, scale_dtype), None, None
     if scheme.scale_form == "float8_e4m3fn":
         peak = float(largest.max()) if whole_largest is None else whole_largest
         global_scale = np.float32(max(peak, 1e-30) / (form.maximum * E4M3_MAXIMUM))
@@ -102,17 +111,26 @@ def choose_scales(
 def round_blocks(
     blocks: Floats, scheme: WeightScheme, scale: Floats, zero_point: Floats | None
 ) -> NDArray[np.generic]:
-    """The codes [G, I / G, O] nearest to `blocks` under scales [G, O]."""
-    scaled = blocks / scale[:, None, :]
-    if zero_point is not None:
-        scaled = np.rint(scaled) + zero_point[:, None, :]
-    return FORMATS[scheme.format].round(scaled)
+    """The codes [G, block, O] nearest to `blocks` under scales [G, O]."""
+    return FORMATS[scheme.format].round(_scaled(blocks, scale, zero_point))
+
+
+def combined_scale(scale: Floats, global_scale: np.float32 | None, dtype: np.dtype[np.generic]) -> Floats:
+    """What a code is multiplied by: with NVFP4 scale times global scale, rounded to the graph's compute type."""
+    if global_scale is None:
+        return scale
+    return (scale * global_scale).astype(dtype).astype(np.float32)
 
 
 def stored_scale(scale: Floats, dtype: np.dtype[np.generic]) -> Floats:
-    """Scales rounded to `dtype`, in float32; where that gives 0 (an all-zero channel), 1."""
-    rounded = scale.astype(dtype).astype(np.float32)
-    return np.where(rounded > 0, rounded, np.float32(1.0))
+    """Scales rounded to `dtype`, in float32; 1 for an all-zero channel."""
+    return np.where(scale > 0, _positive(scale, dtype), np.float32(1.0))
+
+
+def _positive(scale: Floats, dtype: np.dtype[np.generic]) -> Floats:
+    """Rounded to `dtype`, and its least positive value where that gives 0."""
+    least = np.float32(ml_dtypes.finfo(dtype).smallest_subnormal)
+    return np.maximum(scale.astype(dtype).astype(np.float32), least)
 
 
 def _asymmetric(
@@ -151,28 +169,38 @@ def _least_squares(
 
 
 def _squared_error(blocks: Floats, scheme: WeightScheme, scale: Floats, zero_point: Floats | None) -> Floats:
-    codes = round_blocks(blocks, scheme, scale, zero_point).astype(np.float32)
+    codes = FORMATS[scheme.format].nearest(_scaled(blocks, scale, zero_point))
     if zero_point is not None:
         codes -= zero_point[:, None, :]
-    error: Floats = np.square(codes * scale[:, None, :] - blocks).sum(axis=1)
+    codes *= scale[:, None, :]
+    codes -= blocks
+    error: Floats = np.square(codes, out=codes).sum(axis=1)
     return error
 
 
-def _power_of_two(largest: Floats, form: NumberFormat) -> Floats:
+def _scaled(blocks: Floats, scale: Floats, zero_point: Floats | None) -> Floats:
+    """Blocks in units of their scales, from their zero points; 0 where a product of scales has become 0."""
+    scaled = blocks / np.where(scale > 0, scale, np.float32(np.inf))[:, None, :]
+    if zero_point is not None:
+        np.rint(scaled, out=scaled)
+        scaled += zero_point[:, None, :]
+    return scaled
+
+
+def _power_of_two(largest: Floats, form: NumberFormat, dtype: np.dtype[np.generic]) -> Floats:
     """2 ** (floor(log2(largest)) - floor(log2(format maximum))), the shared exponent of the OCP MX formats."""
     exponent = np.floor(np.log2(np.where(largest > 0, largest, 1.0))) - np.floor(np.log2(form.maximum))
-    return np.exp2(np.where(largest > 0, exponent, 0.0)).astype(np.float32)
+    # float16 holds 2 ** -24 to 2 ** 15, fewer than the eight bits of an MX exponent.
+    limits = ml_dtypes.finfo(dtype)
+    lowest, highest = np.log2(float(limits.smallest_subnormal)), np.floor(np.log2(float(limits.max)))
+    scale: Floats = np.exp2(np.where(largest > 0, np.clip(exponent, lowest, highest), 0.0)).astype(np.float32)
+    return scale
 
 
 def _blocks(weight: Floats, block_size: int | None) -> Floats:
-    """[I, O] as [G, I / G, O]."""
+    """[I, O] as [G, block, O]; a short last block is filled up with zeros, which every format holds exactly."""
     rows, columns = weight.shape
     size = rows if block_size is None else block_size
-    if rows % size:
-        raise ValueError(f"block_size {size} does not divide the {rows} inputs of the weight")
-    return weight.reshape(rows // size, size, columns)
-
-
-def _spread(per_block: Floats, rows: int) -> Floats:
-    """[O] or [G, O] repeated to [I, O]."""
-    return per_block if per_block.ndim == 1 else np.repeat(per_block, rows // per_block.shape[0], axis=0)
+    if short := -rows % size:
+        weight = np.concatenate([weight, np.zeros((short, columns), np.float32)])
+    return weight.reshape(-1, size, columns)

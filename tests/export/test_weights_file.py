@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from kvgraph.export.bundle import Bundle
-from kvgraph.export.weights_file import WEIGHTS_FILE, plan_layout, write_weights
+from kvgraph.export.weights_file import WEIGHTS_FILE, WeightsWriter, plan_layout, write_weights
 
 ITEM_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "uint8": 8, "int4": 4, "int64": 64}
 SPECS = {
@@ -174,3 +174,28 @@ def test_bfloat16_of_the_file_is_that_of_ml_dtypes(
     onnx.external_data_helper.load_external_data_for_tensor(tensor, str(bundle.path))
     expected = load_file(tiny_llama() / "model.safetensors")[name].numpy().astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(np.frombuffer(tensor.raw_data, ml_dtypes.bfloat16), expected.reshape(-1))
+
+
+def test_written_in_any_order_the_file_is_the_same(tmp_path: Path) -> None:
+    contents = written(tmp_path / "streamed")
+    layout = plan_layout(SPECS)
+    with WeightsWriter(tmp_path / "random", layout) as writer:
+        for name in reversed(contents):
+            half = len(contents[name]) // 2
+            writer.write(name, memoryview(contents[name])[half:], half)
+            writer.write(name, memoryview(contents[name])[:half])
+        digest = writer.finish()
+    assert (tmp_path / "random").read_bytes() == (tmp_path / "streamed").read_bytes()
+    assert digest == hashlib.sha256((tmp_path / "random").read_bytes()).hexdigest()
+
+
+def test_writer_refuses_what_is_missing_or_has_no_room(tmp_path: Path) -> None:
+    with WeightsWriter(tmp_path / "file", plan_layout({"a": ("int8", (4,)), "b": ("int8", (2,))})) as writer:
+        writer.write("a", memoryview(b"123"))
+        with pytest.raises(ValueError, match="2 tensors were not written, 'a' the first"):
+            writer.finish()
+        for data, offset in ((b"12", 3), (b"12", 0), (b"1", -1)):
+            with pytest.raises(ValueError, match="'a', which has 4 bytes and misses 1"):
+                writer.write("a", memoryview(data), offset)
+        with pytest.raises(ValueError, match="no tensor 'c'"):
+            writer.write("c", memoryview(b"1"))
