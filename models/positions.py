@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from kvgraph.models.rope import RopeConfig, dynamic_inverse_frequencies, inverse_frequencies
+from kvgraph.models.rope import RopeConfig
+from kvgraph.models.rope_frequencies import (
+    dynamic_inverse_frequencies,
+    inverse_frequencies,
+    longrope_inverse_frequencies,
+)
 
 
 class Step(NamedTuple):
@@ -59,25 +64,39 @@ class Rotary:
         self.dtype = dtype
         self.names: tuple[str, ...] = (f"cos{suffix}", f"sin{suffix}")
         self.needs_total_length = rope.depends_on_length
-        self._frequencies = f"frequencies{suffix}"
+        self._suffix = suffix
 
     @property
     def constants(self) -> Mapping[str, Tensor]:
-        """The frequencies, unless the graph computes them."""
-        if self.needs_total_length:
+        """Tables of frequencies; none where the graph computes them."""
+        if self.rope.rope_type == "dynamic":
             return {}
-        return {self._frequencies: inverse_frequencies(self.rope, self.rotary_dim)}
+        if self.rope.rope_type == "longrope":
+            short, long = longrope_inverse_frequencies(self.rope, self.rotary_dim)
+            return {f"short_frequencies{self._suffix}": short, f"long_frequencies{self._suffix}": long}
+        return {f"frequencies{self._suffix}": inverse_frequencies(self.rope, self.rotary_dim)}
+
+    def _frequencies(self, step: Step) -> Tensor:
+        """[D/2], or [B, 1, D/2] where they depend on the total length of each row."""
+        if not self.needs_total_length:
+            return step.constants[f"frequencies{self._suffix}"]
+        assert step.total_length is not None
+        if self.rope.rope_type == "dynamic":
+            rows = dynamic_inverse_frequencies(self.rope, self.rotary_dim, step.total_length)
+            return rows.unsqueeze(1)
+        assert self.rope.original_max_position_embeddings is not None
+        # longrope: a row beyond the trained length turns all of its new tokens by the long table. Keys that are in the
+        # cache stay as they were turned.
+        is_long = step.total_length > self.rope.original_max_position_embeddings
+        return torch.where(
+            is_long.unsqueeze(-1).unsqueeze(-1),
+            step.constants[f"long_frequencies{self._suffix}"],
+            step.constants[f"short_frequencies{self._suffix}"],
+        )
 
     def __call__(self, step: Step) -> tuple[Tensor, Tensor]:
         """cos and sin; the angles are float32, since half-precision ones are off by whole turns at long range."""
-        if self.needs_total_length:
-            assert step.total_length is not None
-            frequencies = dynamic_inverse_frequencies(
-                self.rope, self.rotary_dim, step.total_length
-            ).unsqueeze(1)
-        else:
-            frequencies = step.constants[self._frequencies]
-        angles = step.positions.unsqueeze(-1).to(torch.float32) * frequencies
+        angles = step.positions.unsqueeze(-1).to(torch.float32) * self._frequencies(step)
         cos, sin = angles.cos(), angles.sin()
         if self.rope.attention_factor != 1.0:
             cos, sin = cos * self.rope.attention_factor, sin * self.rope.attention_factor
@@ -106,3 +125,19 @@ class CausalMask:
         if self.window is not None:
             visible = visible & (step.slots > positions - self.window)
         return (visible,)
+
+
+def suffix(layer_type: str) -> str:
+    """What tells the masks and angles of a layer type from those of full attention."""
+    return "" if layer_type == "full_attention" else f"_{layer_type}"
+
+
+def masks(layer_types: Collection[str], sliding_window: int | None) -> list[CausalMask]:
+    """The mask of each layer type that a model has, with `suffix` in its name.
+
+    Args:
+        layer_types: Of each layer: full_attention, sliding_attention.
+        sliding_window: Of the latter.
+    """
+    windows = {"full_attention": None, "sliding_attention": sliding_window}
+    return [CausalMask(windows[layer_type], suffix(layer_type)) for layer_type in sorted(set(layer_types))]

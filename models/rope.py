@@ -1,4 +1,4 @@
-"""Rotary position embedding: which frequencies the D/2 pairs of a head turn with.
+"""Rotary position embedding: what a config.json says of it, in any spelling.
 
 | rope_type | inverse frequency of pair i, with f = theta ** (-2i / D) |
 |---|---|
@@ -6,34 +6,26 @@
 | linear | f / factor: positions are squeezed into the trained range |
 | dynamic | f with a larger theta, once the sequence is longer than the trained length |
 | llama3 | f where the wavelength is short, f / factor where it is long, a blend between |
+| yarn | the same idea, with the blend linear in i; cos and sin are scaled by an attention factor |
+| longrope | f / (a factor for each i), one list up to the trained length and one beyond; an attention factor as well |
 
-`default`, `linear` and `llama3` are constants of a model. `dynamic` depends on the total length of each row, so its
-frequencies are computed in the graph.
-
-Everything is float32, in the order in which the published formulas round: at position 100 000 one unit in the last
-place of a frequency is already visible in the angle.
+D is the number of rotated dimensions of a head. `kvgraph.models.rope_frequencies` holds the formulas.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from kvgraph.models.config_reader import ConfigReader
 
-# Parameters that each rope type has beside its theta.
-ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
 # Its formula takes a power of D / (D - 2).
-MIN_DYNAMIC_HEAD_DIM = 4
+MIN_DYNAMIC_DIM = 4
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+# Types whose frequencies depend on a row's total length.
+LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +33,18 @@ class RopeConfig:
     """The rotary embedding of a model, whatever spelling its config.json used.
 
     Attributes:
-        rope_type: A key of `ROPE_PARAMETERS`.
+        rope_type: default, linear, dynamic, llama3, yarn or longrope.
         rope_theta: Base of the frequencies.
         factor: How far the trained range is stretched; None for default.
         low_freq_factor: llama3: wavelengths above original / this are divided by `factor`.
         high_freq_factor: llama3: wavelengths below original / this are kept.
-        original_max_position_embeddings: The trained length, for dynamic and llama3.
-        attention_factor: What cos and sin are multiplied by; 1 for these types.
+        original_max_position_embeddings: The trained length; None for default and linear.
+        attention_factor: What cos and sin are multiplied by.
+        beta_fast: yarn: pairs that turn at least so often within the trained length are kept.
+        beta_slow: yarn: pairs that turn at most so often are divided by `factor`.
+        truncate: yarn: whether the two ends of the blend are moved out to whole pairs.
+        short_factor: longrope: divisor of every pair's frequency up to the trained length.
+        long_factor: longrope: the same beyond it.
     """
 
     rope_type: str
@@ -57,143 +54,232 @@ class RopeConfig:
     high_freq_factor: float | None = None
     original_max_position_embeddings: int | None = None
     attention_factor: float = 1.0
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    truncate: bool | None = None
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
 
     @property
     def depends_on_length(self) -> bool:
         """Whether the frequencies depend on a row's total length, so that graphs take `new_length`."""
-        return self.rope_type == "dynamic"
+        return self.rope_type in LENGTH_DEPENDENT
+
+    def stretched(self, max_position_embeddings: int) -> int:
+        """Positions that a sequence may have: some types stretch beyond `max_position_embeddings`."""
+        if self.factor is None:
+            return max_position_embeddings
+        if self.rope_type in ("linear", "dynamic"):
+            return int(max_position_embeddings * self.factor)
+        if self.rope_type == "yarn":
+            assert self.original_max_position_embeddings is not None
+            return max(max_position_embeddings, int(self.original_max_position_embeddings * self.factor))
+        return max_position_embeddings
 
     @classmethod
     def from_hf(
-        cls, hf: Mapping[str, Any], head_dim: int, *, default_theta: float | None = None
+        cls, hf: Mapping[str, Any], rotary_dim: int, *, default_theta: float | None = None
     ) -> RopeConfig:
-        """The rotary embedding that a config.json asks for.
-
-        Args:
-            hf: config.json.
-            head_dim: Number of rotated dimensions of a head.
-            default_theta: Theta where the file names none; None makes that an error.
-
-        Raises:
-            ValueError: An unknown rope type or parameter, a missing parameter, or two spellings that disagree.
-        """
-        return read_rope(ConfigReader(hf), head_dim, default_theta=default_theta)
+        """The rotary embedding that a config.json asks for; see `read_rope`."""
+        return read_rope(ConfigReader(hf), rotary_dim, default_theta=default_theta)
 
 
-def read_rope(reader: ConfigReader, head_dim: int, *, default_theta: float | None = None) -> RopeConfig:
-    """Take the rotary keys out of `reader`; see `RopeConfig.from_hf`.
+def read_rope(reader: ConfigReader, rotary_dim: int, *, default_theta: float | None = None) -> RopeConfig:
+    """Take the rotary keys out of `reader`, for a family whose layers all rotate whole heads alike.
 
     Known spellings: `rope_parameters` (transformers 5) and `rope_scaling`, `rope_type` and `type`, theta and the
     original length in that object or beside it.
+
+    Args:
+        reader: config.json.
+        rotary_dim: Number of rotated dimensions of a head.
+        default_theta: Theta where the file names none; None makes that an error.
+
+    Raises:
+        ValueError: An unknown rope type or parameter, a missing parameter, or two spellings that disagree.
     """
-    scaling = reader.section("rope_parameters", "rope_scaling") or ConfigReader({})
-    _refuse_layer_types(scaling)
-    rope_type = scaling.text("rope_type", "type", default="default")
-    if rope_type not in ROPE_PARAMETERS:
-        raise scaling.error(
-            f"rope_type {rope_type!r} is not implemented; known: {', '.join(ROPE_PARAMETERS)}"
-        )
-    theta = _read_theta(reader, scaling, default_theta)
-    original = _read_original_length(reader, scaling, rope_type)
-    parameters = {
-        key: scaling.number(key)
-        for key in ROPE_PARAMETERS[rope_type]
-        if key != "original_max_position_embeddings"
-    }
-    rope = RopeConfig(rope_type, theta, original_max_position_embeddings=original, **parameters)
-    if rope.rope_type == "llama3" and parameters["high_freq_factor"] <= parameters["low_freq_factor"]:
-        raise scaling.error(
-            f"high_freq_factor is {rope.high_freq_factor}, expected more than low_freq_factor {rope.low_freq_factor}"
-        )
-    minimum = MIN_DYNAMIC_HEAD_DIM if rope.rope_type == "dynamic" else 2
-    if head_dim < minimum or head_dim % 2:
+    return read_rope_section(reader, rope_section(reader), rotary_dim, default_theta=default_theta)
+
+
+def read_partial_rope(
+    reader: ConfigReader,
+    head_dim: int,
+    *,
+    default_theta: float | None = None,
+    default_factor: float | None = None,
+) -> tuple[RopeConfig, int]:
+    """The same for a family that may rotate only the first part of each head.
+
+    Args:
+        reader: config.json.
+        head_dim: D.
+        default_theta: As for `read_rope`.
+        default_factor: `partial_rotary_factor` where the file names none; None makes that an error.
+
+    Returns:
+        The embedding, and how many dimensions of a head it rotates.
+
+    Raises:
+        ValueError: As for `read_rope`, or a factor that leaves nothing to rotate or more than there is.
+    """
+    section, key = rope_section(reader), "partial_rotary_factor"
+    factor = _inner_or_outer(reader, section, key).number(key, default=default_factor)
+    if factor > 1:
+        raise reader.error(f"{key} is {factor}, expected at most 1")
+    rotary_dim = int(head_dim * factor)
+    return read_rope_section(reader, section, rotary_dim, default_theta=default_theta), rotary_dim
+
+
+def rope_section(reader: ConfigReader) -> ConfigReader:
+    """The object of rotary parameters; an empty one where the file has none."""
+    return reader.section("rope_parameters", "rope_scaling") or ConfigReader({})
+
+
+def read_rope_section(
+    reader: ConfigReader,
+    section: ConfigReader,
+    rotary_dim: int,
+    *,
+    theta_key: str = "rope_theta",
+    default_theta: float | None = None,
+) -> RopeConfig:
+    """The embedding that one object of rotary parameters describes; see `read_rope`.
+
+    Args:
+        reader: config.json, for what may stand beside the object.
+        section: The object.
+        rotary_dim: Number of rotated dimensions of a head.
+        theta_key: Name of theta beside the object.
+        default_theta: As for `read_rope`.
+    """
+    _refuse_layer_types(section)
+    rope_type = section.text("rope_type", "type", default="default")
+    if rope_type not in READERS:
+        raise section.error(f"rope_type {rope_type!r} is not implemented; known: {', '.join(READERS)}")
+    minimum = MIN_DYNAMIC_DIM if rope_type == "dynamic" else 2
+    if rotary_dim < minimum or rotary_dim % 2:
         raise reader.error(
-            f"head_dim is {head_dim}, expected an even number of at least {minimum} for {rope_type} rope"
+            f"{rotary_dim} dimensions of a head are to be rotated, expected an even number of at least {minimum} "
+            f"for {rope_type} rope (head_dim, or its partial_rotary_factor)"
         )
-    if unread := _without_effect_removed(scaling.unread()):
-        raise scaling.error(f"unknown parameters for rope_type {rope_type!r}: {', '.join(sorted(unread))}")
+    theta = _read_theta(reader, section, theta_key, default_theta)
+    parameters = READERS[rope_type](reader, section)
+    if unread := _without_effect_removed(section.unread()):
+        raise section.error(f"unknown parameters for rope_type {rope_type!r}: {', '.join(sorted(unread))}")
+    rope = RopeConfig(rope_type, theta, **parameters)
+    for key, factors in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
+        if factors is not None and len(factors) != rotary_dim // 2:
+            raise section.error(f"{key} has {len(factors)} numbers, expected {rotary_dim // 2}, one a pair")
     return rope
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Inverse frequencies [D/2] float32 of a type that does not depend on the length.
+def _read_default(reader: ConfigReader, section: ConfigReader) -> dict[str, Any]:
+    # Written at the top level by families that may also be longrope; without effect here.
+    reader.value(ORIGINAL_LENGTH)
+    return {}
 
-    Raises:
-        ValueError: The type is `dynamic`.
-    """
-    if rope.depends_on_length:
-        raise ValueError(
-            f"{rope.rope_type} rope depends on the total length; use dynamic_inverse_frequencies"
+
+def _read_linear(reader: ConfigReader, section: ConfigReader) -> dict[str, Any]:
+    reader.value(ORIGINAL_LENGTH)
+    return {"factor": section.number("factor")}
+
+
+def _read_dynamic(reader: ConfigReader, section: ConfigReader) -> dict[str, Any]:
+    # transformers stretches from max_position_embeddings, whatever the original length says.
+    reader.value(ORIGINAL_LENGTH)
+    section.value(ORIGINAL_LENGTH)
+    return {"factor": section.number("factor"), ORIGINAL_LENGTH: reader.integer("max_position_embeddings")}
+
+
+def _read_llama3(reader: ConfigReader, section: ConfigReader) -> dict[str, Any]:
+    low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
+    if high <= low:
+        raise section.error(f"high_freq_factor is {high}, expected more than low_freq_factor {low}")
+    return {
+        "factor": section.number("factor"),
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        ORIGINAL_LENGTH: _read_original_length(reader, section),
+    }
+
+
+def _read_yarn(reader: ConfigReader, section: ConfigReader) -> dict[str, Any]:
+    factor = section.number("factor")
+    mscale, mscale_all_dim = section.optional_number("mscale"), section.optional_number("mscale_all_dim")
+    attention_factor = section.optional_number("attention_factor")
+    if attention_factor is None:
+        attention_factor = _yarn_scale(factor, 1.0)
+        if mscale is not None and mscale_all_dim is not None:
+            attention_factor = _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all_dim)
+    return {
+        "factor": factor,
+        ORIGINAL_LENGTH: _read_original_length(reader, section),
+        "attention_factor": attention_factor,
+        # The paper's values, which configs leave out.
+        "beta_fast": section.number("beta_fast", default=32.0),
+        "beta_slow": section.number("beta_slow", default=1.0),
+        "truncate": section.flag("truncate", default=True),
+    }
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _read_longrope(reader: ConfigReader, section: ConfigReader) -> dict[str, Any]:
+    original = _read_original_length(reader, section)
+    factor = section.optional_number("factor")
+    if factor is None:
+        factor = reader.integer("max_position_embeddings") / original
+    attention_factor = section.optional_number("attention_factor")
+    if attention_factor is None:
+        stretched = factor > 1
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if stretched else 1.0
+    return {
+        "factor": factor,
+        ORIGINAL_LENGTH: original,
+        "attention_factor": attention_factor,
+        "short_factor": section.numbers("short_factor"),
+        "long_factor": section.numbers("long_factor"),
+    }
+
+
+# rope_type -> what reads the parameters it has beside theta, out of config.json and the object.
+READERS: Mapping[str, Callable[[ConfigReader, ConfigReader], dict[str, Any]]] = {
+    "default": _read_default,
+    "linear": _read_linear,
+    "dynamic": _read_dynamic,
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+    "longrope": _read_longrope,
+}
+
+
+def _inner_or_outer(
+    reader: ConfigReader, section: ConfigReader, key: str, outer_key: str = ""
+) -> ConfigReader:
+    """Where a key that may stand in the object or beside it stands; both is well where they agree."""
+    inner, outer = section.value(key), reader.value(outer_key or key)
+    if inner is not None and outer is not None and inner != outer:
+        raise reader.error(
+            f"{outer_key or key} is {outer!r} but {inner!r} among the rope parameters; remove one"
         )
-    base = 1.0 / rope.rope_theta ** _exponents(head_dim)
-    if rope.rope_type == "linear":
-        assert rope.factor is not None
-        return base / rope.factor
-    if rope.rope_type == "llama3":
-        return _llama3(rope, base)
-    return base
+    return reader if inner is None and outer is not None else section
 
 
-def dynamic_inverse_frequencies(rope: RopeConfig, head_dim: int, total_length: torch.Tensor) -> torch.Tensor:
-    """Inverse frequencies [B, D/2] float32 of `dynamic` rope, traceable by torch.export.
-
-    Args:
-        rope: A rope of type `dynamic`.
-        head_dim: D.
-        total_length: [B] int64, tokens of each row in all; up to the trained length the frequencies are those of
-            `default`.
-    """
-    assert rope.factor is not None
-    assert rope.original_max_position_embeddings is not None
-    trained = rope.original_max_position_embeddings
-    length = total_length.clamp(min=trained).to(torch.float32)
-    stretch = rope.factor * length / trained - (rope.factor - 1)
-    theta = rope.rope_theta * stretch ** (head_dim / (head_dim - 2))
-    return 1.0 / theta.unsqueeze(-1) ** _exponents(head_dim)
+def _read_theta(reader: ConfigReader, section: ConfigReader, key: str, default: float | None) -> float:
+    where = _inner_or_outer(reader, section, "rope_theta", key)
+    return where.number(key if where is reader else "rope_theta", default=default)
 
 
-def _exponents(head_dim: int) -> torch.Tensor:
-    return torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+def _read_original_length(reader: ConfigReader, section: ConfigReader) -> int:
+    return _inner_or_outer(reader, section, ORIGINAL_LENGTH).integer(ORIGINAL_LENGTH, minimum=2)
 
 
-def _llama3(rope: RopeConfig, base: torch.Tensor) -> torch.Tensor:
-    assert rope.factor is not None
-    assert rope.low_freq_factor is not None
-    assert rope.high_freq_factor is not None
-    assert rope.original_max_position_embeddings is not None
-    trained, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
-    wavelength = 2 * math.pi / base
-    # 0 at the longest wavelength of the blend, 1 at the shortest.
-    kept = (trained / wavelength - low) / (high - low)
-    blended = (1 - kept) * base / rope.factor + kept * base
-    result = torch.where(wavelength > trained / low, base / rope.factor, blended)
-    return torch.where(wavelength < trained / high, base, result)
-
-
-def _read_theta(reader: ConfigReader, scaling: ConfigReader, default: float | None) -> float:
-    inner, outer = scaling.value("rope_theta"), reader.value("rope_theta")
-    if inner is not None and outer is not None and inner != outer:
-        raise reader.error(f"rope_theta is {outer!r} but {inner!r} among the rope parameters; remove one")
-    return scaling.number("rope_theta") if inner is not None else reader.number("rope_theta", default=default)
-
-
-def _read_original_length(reader: ConfigReader, scaling: ConfigReader, rope_type: str) -> int | None:
-    key = "original_max_position_embeddings"
-    inner, outer = scaling.value(key), reader.value(key)
-    if rope_type == "dynamic":
-        # transformers stretches from max_position_embeddings, whatever the original length says.
-        return reader.integer("max_position_embeddings")
-    if rope_type != "llama3":
-        return None
-    if inner is not None and outer is not None and inner != outer:
-        raise reader.error(f"{key} is {outer!r} but {inner!r} among the rope parameters; remove one")
-    return (reader if inner is None and outer is not None else scaling).integer(key)
-
-
-def _refuse_layer_types(scaling: ConfigReader) -> None:
-    nested = sorted(key for key, value in scaling.unread().items() if isinstance(value, dict))
+def _refuse_layer_types(section: ConfigReader) -> None:
+    nested = sorted(key for key, value in section.unread().items() if isinstance(value, dict))
     if nested:
-        raise scaling.error(
+        raise section.error(
             f"has parameters per layer type ({', '.join(nested)}), but this family has one type of layer"
         )
 

@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from kvgraph.models.rope import RopeConfig, dynamic_inverse_frequencies, inverse_frequencies
+from kvgraph.models.rope import RopeConfig
+from kvgraph.models.rope_frequencies import dynamic_inverse_frequencies, inverse_frequencies
 
 TRAINED = 16
 # On both sides of the trained length.
@@ -158,9 +159,9 @@ def test_a_family_without_a_default_needs_theta() -> None:
     ("parameters", "others", "message"),
     [
         (
-            {"rope_type": "yarn", "factor": 4.0},
+            {"rope_type": "proportional", "factor": 4.0},
             {},
-            "'yarn' is not implemented; known: default, linear, dynamic, llama3",
+            "'proportional' is not implemented; known: default, linear, dynamic, llama3, yarn, longrope",
         ),
         ({"rope_type": "mystery"}, {}, "'mystery' is not implemented"),
         (
@@ -212,5 +213,7 @@ def test_what_is_not_understood_is_refused(
 
 @pytest.mark.parametrize(("parameters", "head_dim"), [(STATIC["default"], 7), (DYNAMIC, 2)])
 def test_a_head_that_cannot_be_rotated_is_refused(parameters: dict[str, Any], head_dim: int) -> None:
-    with pytest.raises(ValueError, match=f"head_dim is {head_dim}, expected an even number of at least"):
+    with pytest.raises(
+        ValueError, match=f"{head_dim} dimensions of a head are to be rotated, expected an even"
+    ):
         read(parameters, head_dim)
