@@ -36,8 +36,8 @@ from kvgraph.runtime.session import Cache, Ids, Session
 from kvgraph.runtime.timed_session import TimedSession
 from kvgraph.runtime.tokenizer import Tokenizer
 
-WEIGHTS_FILE = "weights.safetensors"
-EMBEDDING = "model.embed_tokens."
+_WEIGHTS_FILE = "weights.safetensors"
+_EMBEDDING = "model.embed_tokens."
 # Steps before the timed ones: the first grows the buffers and binds them.
 _WARM_UP_STEPS = 2
 # Tokens a call when a cache is filled, so that a long context needs no S x S memory.
@@ -49,6 +49,7 @@ def bench(
     open_session: Callable[[], Session],
     options: BenchOptions,
     tokenizer: Tokenizer | None = None,
+    target: str | None = None,
 ) -> BenchReport:
     """Measure a bundle.
 
@@ -57,6 +58,7 @@ def bench(
         open_session: Called once, and timed.
         options: What to measure.
         tokenizer: Makes the text of the tokens, as a part of the loop; None leaves that out.
+        target: Name of the target that `open_session` opens, for the report.
 
     Raises:
         ValueError: The prompt, the new tokens or a context do not fit into the cache.
@@ -66,30 +68,26 @@ def bench(
     session = open_session()
     load_s = time.perf_counter() - start
     options = _checked(options, session.contract)
-    runs = _time_runs(session, options, tokenizer)
+    first, *runs = _time_runs(session, options, tokenizer)
     decoding = _time_steps(session, options)
-    prefill = Timing.of([run.prefill_s for run in runs[1:]])
-    weights = weights_read(bundle)
-    per_token = cache_bytes_per_token(session.contract)
+    prefill = Timing.of([run.prefill_s for run in runs])
     return BenchReport(
         bundle=str(bundle.path),
+        target=target,
         model_type=bundle.model_type,
         dtype=bundle.dtype,
-        weights_bytes=weights,
-        cache_bytes_per_token=per_token,
+        weights_bytes=weights_read(bundle),
+        cache_bytes_per_token=cache_bytes_per_token(session.contract),
         session=session.info,
         machine=machine,
         options=options,
         load_s=load_s,
-        first_run_s=runs[0].first_token_s,
-        time_to_first_token=Timing.of([run.first_token_s for run in runs[1:]]),
+        first_run_s=first.first_token_s,
+        time_to_first_token=Timing.of([run.first_token_s for run in runs]),
         prefill=prefill,
         prefill_tokens_per_s=options.batch_size * options.prompt_tokens / prefill.median_s,
-        loop_overhead=Timing.of([gap for run in runs[1:] for gap in run.gaps_s]),
-        decode=tuple(
-            _speed(steps, options.batch_size, weights, per_token, decoding.bandwidth)
-            for steps in decoding.steps
-        ),
+        loop_overhead=Timing.of([gap for run in runs for gap in run.gaps_s]),
+        decode=_speeds(bundle, session, options, decoding),
         memory_in_use_bytes=decoding.memory_in_use_bytes,
         peak_memory_bytes=decoding.peak_memory_bytes,
         memory_bandwidth_bytes_per_s=decoding.bandwidth,
@@ -101,12 +99,12 @@ def weights_read(bundle: Bundle) -> int:
 
     That is all of them except an embedding table that is not the head too: of it a step reads a row.
     """
-    with (bundle.path / WEIGHTS_FILE).open("rb") as file:
+    with (bundle.path / _WEIGHTS_FILE).open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     header.pop("__metadata__", None)
     tied = bundle.config["tie_word_embeddings"]
     ranges = [
-        entry["data_offsets"] for name, entry in header.items() if tied or not name.startswith(EMBEDDING)
+        entry["data_offsets"] for name, entry in header.items() if tied or not name.startswith(_EMBEDDING)
     ]
     return sum(stop - start for start, stop in ranges)
 
@@ -233,18 +231,24 @@ def _time_context(session: Session, cache: Cache, options: BenchOptions, context
     return [call.duration_s for call in timed.calls[_WARM_UP_STEPS:]]
 
 
-def _speed(
-    steps: _Steps, batch_size: int, weights: int, bytes_per_token: int, bandwidth: float | None
-) -> DecodeSpeed:
-    step = Timing.of(steps.durations_s)
-    bytes_read = weights + batch_size * steps.context * bytes_per_token
-    bytes_per_s = bytes_read / step.median_s
-    return DecodeSpeed(
-        context=steps.context,
-        capacity=steps.capacity,
-        step=step,
-        tokens_per_s=batch_size / step.median_s,
-        bytes_read=bytes_read,
-        bytes_per_s=bytes_per_s,
-        bandwidth_share=None if bandwidth is None else bytes_per_s / bandwidth,
-    )
+def _speeds(
+    bundle: Bundle, session: Session, options: BenchOptions, decoding: _Decoding
+) -> tuple[DecodeSpeed, ...]:
+    """Tokens and bytes a second at each context."""
+    weights, per_token = weights_read(bundle), cache_bytes_per_token(session.contract)
+    speeds = []
+    for steps in decoding.steps:
+        step = Timing.of(steps.durations_s)
+        bytes_read = weights + options.batch_size * steps.context * per_token
+        bytes_per_s = bytes_read / step.median_s
+        speed = DecodeSpeed(
+            context=steps.context,
+            capacity=steps.capacity,
+            step=step,
+            tokens_per_s=options.batch_size / step.median_s,
+            bytes_read=bytes_read,
+            bytes_per_s=bytes_per_s,
+            bandwidth_share=None if decoding.bandwidth is None else bytes_per_s / decoding.bandwidth,
+        )
+        speeds.append(speed)
+    return tuple(speeds)

@@ -93,6 +93,7 @@ class BenchReport:
 
     Attributes:
         bundle: Its path.
+        target: What `kvgraph build` made of it and was measured; None for the bundle's own graphs.
         model_type: Its family.
         dtype: Type of its weights.
         weights_bytes: Weights that a decode step reads, as the bundle stores them.
@@ -114,6 +115,7 @@ class BenchReport:
     """
 
     bundle: str
+    target: str | None
     model_type: str
     dtype: str
     weights_bytes: int

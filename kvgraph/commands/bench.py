@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     options = BenchOptions(**{name: value for name, value in vars(args).items() if name in names})
     bundle = Bundle.open(args.bundle)
     tokenizer = Tokenizer.load(bundle.path, bundle.config) if TOKENIZER in bundle.files else None
-    report = bench(bundle, lambda: _open(args, bundle, options.threads), options, tokenizer)
+    report = bench(bundle, lambda: _open(args, bundle, options.threads), options, tokenizer, args.target)
     print(render(report))
     if args.json is not None:
         args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
@@ -102,6 +102,7 @@ def _setting(report: BenchReport) -> str:
     threads = "one a core" if options.threads is None else str(options.threads)
     rows = [
         ("bundle", f"{report.bundle} ({report.model_type}, {report.dtype})"),
+        ("target", report.target or "none, the bundle's own graphs"),
         ("session", f"{session.runtime} {session.version} on {session.device}, {session.dtype} cache"),
         ("machine", f"{machine.cpu}, {machine.cores} cores, {_bytes(machine.memory_bytes)}{load}"),
         ("system", f"{machine.system}, Python {machine.python}, NumPy {machine.numpy}"),
