@@ -30,6 +30,11 @@ def _rms_norm(x: Any, weight: Any, eps: float) -> Any:
     return op.RMSNormalization(x, weight, axis=-1, epsilon=eps)
 
 
+def _layer_norm(x: Any, weight: Any, bias: Any, eps: float) -> Any:
+    # Its other outputs are the mean and the deviation.
+    return op.LayerNormalization(x, weight, bias, axis=-1, epsilon=eps)[0]
+
+
 def _tensor_scatter(past: Any, update: Any, past_length: Any) -> Any:
     return op.TensorScatter(past, update, past_length, axis=2)
 
@@ -51,6 +56,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         namespace.attention.default: _attention,
         namespace.rotary_embedding.default: _rotary_embedding,
         namespace.rms_norm.default: _rms_norm,
+        namespace.layer_norm.default: _layer_norm,
         namespace.tensor_scatter.default: _tensor_scatter,
         namespace.gather_rows.default: _gather_rows,
         namespace.tied_head.default: _tied_head,

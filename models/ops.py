@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.library import custom_op
+from torch.nn import functional
 
 
 @custom_op("kvgraph::attention", mutates_args=())
@@ -75,6 +76,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @rms_norm.register_fake
 def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+@custom_op("kvgraph::layer_norm", mutates_args=())
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis, [..., E] float32."""
+    return functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+@layer_norm.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     return torch.empty_like(x)
 
 

@@ -58,8 +58,8 @@ SHAPES: dict[str, tuple[str | int, ...]] = {
     "past_length": ("B",),
     "rows": ("B", "N"),
 }
-# Weights of the norm and the table of the tied head.
-NORM, TABLE, EPSILON, SCALE = floats(D), floats(13, D), 0.02, 0.3
+# Weight and bias of the norms, and the table of the tied head.
+NORM, OFFSET, TABLE, EPSILON, SCALE = floats(D), floats(D), floats(13, D), 0.02, 0.3
 
 
 def attention(mask: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -99,6 +99,8 @@ def hidden(mask: NDArray[np.bool_]) -> NDArray[np.float32]:
 
 
 x = INPUTS["x"]
+centred = x - x.mean(-1, keepdims=True)
+normed = centred / np.sqrt(np.square(centred).mean(-1, keepdims=True) + EPSILON) * NORM
 FORMULAS: dict[str, Callable[[], NDArray[np.float32]]] = {
     "attention, boolean mask": lambda: attention(hidden(INPUTS["visible"])),
     "attention, added mask": lambda: attention(INPUTS["added"]),
@@ -107,6 +109,8 @@ FORMULAS: dict[str, Callable[[], NDArray[np.float32]]] = {
     "rotary_embedding, partial": lambda: rotated("few_cos", "few_sin", False),
     "rotary_embedding, partial and interleaved": lambda: rotated("few_cos", "few_sin", True),
     "rms_norm": lambda: x / np.sqrt(np.square(x).mean(-1, keepdims=True) + EPSILON) * NORM,
+    "layer_norm": lambda: normed + OFFSET,
+    "layer_norm without a bias": lambda: normed,
     "tensor_scatter": scattered,
     "gather_rows": lambda: np.stack([row[chosen] for row, chosen in zip(x, INPUTS["rows"], strict=True)]),
     "tied_head": lambda: x.reshape(-1, D) @ TABLE.T,
@@ -118,7 +122,8 @@ class Operators(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.table = nn.Parameter(torch.empty(D)), nn.Parameter(torch.empty(13, D))
+        self.norm, self.offset = nn.Parameter(torch.empty(D)), nn.Parameter(torch.empty(D))
+        self.table = nn.Parameter(torch.empty(13, D))
 
     def forward(self, **inputs: Tensor) -> tuple[Tensor, ...]:
         i = inputs
@@ -130,6 +135,8 @@ class Operators(nn.Module):
             ops.rotary_embedding(i["query"], i["few_cos"], i["few_sin"], False),
             ops.rotary_embedding(i["query"], i["few_cos"], i["few_sin"], True),
             ops.rms_norm(i["x"], self.norm, EPSILON),
+            ops.layer_norm(i["x"], self.norm, self.offset, EPSILON),
+            ops.layer_norm(i["x"], self.norm, None, EPSILON),
             ops.tensor_scatter(i["past"], i["update"], i["past_length"]),
             ops.gather_rows(i["x"], i["rows"]),
             ops.tied_head(i["x"].flatten(0, 1), self.table),
@@ -149,7 +156,7 @@ def graph(quick_tracing: None) -> ir.Graph:
 @pytest.fixture(scope="module")
 def traced(graph: ir.Graph) -> dict[str, NDArray[np.float32]]:
     """What ONNX Runtime computes."""
-    for name, weight in (("traced.norm", NORM), ("traced.table", TABLE)):
+    for name, weight in (("traced.norm", NORM), ("traced.offset", OFFSET), ("traced.table", TABLE)):
         graph.initializers[name].const_value = ir.tensor(weight, name=name)
     data = ir.to_proto(ir.Model(graph, ir_version=11)).SerializeToString()
     feeds = {value.name: array for value, array in zip(graph.inputs, INPUTS.values(), strict=True)}
@@ -160,7 +167,8 @@ def traced(graph: ir.Graph) -> dict[str, NDArray[np.float32]]:
 @pytest.fixture(scope="module")
 def eager() -> dict[str, NDArray[np.float32]]:
     module = Operators()
-    module.norm.data, module.table.data = torch.from_numpy(NORM), torch.from_numpy(TABLE)
+    module.norm.data, module.offset.data = torch.from_numpy(NORM), torch.from_numpy(OFFSET)
+    module.table.data = torch.from_numpy(TABLE)
     with torch.no_grad():
         results = module(**{name: torch.from_numpy(array) for name, array in INPUTS.items()})
     return {name: result.numpy() for name, result in zip(FORMULAS, results, strict=True)}
@@ -179,6 +187,7 @@ def test_node_on_onnx_runtime_equals_the_formula(name: str, traced: Arrays) -> N
 def test_every_operator_is_one_node_beside_what_prepares_its_inputs(graph: ir.Graph) -> None:
     operators = sorted(node.op_type for node in graph)
     expected = ["Attention"] * 2 + ["RotaryEmbedding"] * 4
+    expected += ["LayerNormalization"] * 2
     expected += ["RMSNormalization", "TensorScatter", "GatherND", "Unsqueeze", "Gemm", "Reshape"]
     assert operators == sorted(expected)
     assert {node.domain for node in graph} == {""}
@@ -192,7 +201,7 @@ def test_dimensions_of_a_trace_carry_the_letters_of_its_arguments(graph: ir.Grap
     ]
     assert shapes == [
         *[("B", H, "S", D)] * 6,
-        ("B", "S", D),
+        *[("B", "S", D)] * 3,
         ("B", K, "T", D),
         ("B", "N", D),
         # B * S, which is no letter.
