@@ -13,7 +13,13 @@ from dataclasses import dataclass
 # In the order of a model. "other" holds what none of the rules knows, so that the parts always add up.
 PARTS = ("embedding", "attention", "ffn", "norms", "head", "other")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-_PART_OF_MODULE = {"embed_tokens": "embedding", "self_attn": "attention", "mlp": "ffn", "lm_head": "head"}
+_PART_OF_MODULE = {
+    "embed_tokens": "embedding",
+    "embed_positions": "embedding",
+    "self_attn": "attention",
+    "mlp": "ffn",
+    "lm_head": "head",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from kvgraph.runtime.timed_session import TimedSession
 from kvgraph.runtime.tokenizer import Tokenizer
 
 _WEIGHTS_FILE = "weights.safetensors"
-_EMBEDDING = "model.embed_tokens."
+_TOKEN_TABLE, _POSITION_TABLE = "model.embed_tokens.", "model.embed_positions."
 # Steps before the timed ones: the first grows the buffers and binds them.
 _WARM_UP_STEPS = 2
 # Tokens a call when a cache is filled, so that a long context needs no S x S memory.
@@ -97,15 +97,13 @@ def bench(
 def weights_read(bundle: Bundle) -> int:
     """Bytes of the weights that a decode step reads, as the bundle stores them.
 
-    That is all of them except an embedding table that is not the head too: of it a step reads a row.
+    That is all of them except embedding tables: of those a step reads a row, unless the table is the head too.
     """
     with (bundle.path / _WEIGHTS_FILE).open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     header.pop("__metadata__", None)
-    tied = bundle.config["tie_word_embeddings"]
-    ranges = [
-        entry["data_offsets"] for name, entry in header.items() if tied or not name.startswith(_EMBEDDING)
-    ]
+    tables = (_POSITION_TABLE,) if bundle.config["tie_word_embeddings"] else (_POSITION_TABLE, _TOKEN_TABLE)
+    ranges = [entry["data_offsets"] for name, entry in header.items() if not name.startswith(tables)]
     return sum(stop - start for start, stop in ranges)
 
 

@@ -19,6 +19,8 @@ from kvgraph.export.weight_kinds import (
     ("name", "part"),
     [
         ("model.embed_tokens.weight", "embedding"),
+        ("model.embed_positions.weight", "embedding"),
+        ("model.embed_layernorm.bias", "norms"),
         ("model.layers.0.self_attn.q_proj.bias", "attention"),
         ("model.layers.0.self_attn.q_norm.weight", "norms"),
         ("model.layers.0.mlp.down_proj.weight", "ffn"),

@@ -93,11 +93,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Bundle:
-    """A bundle without graphs: weights of 97 * 20 and 10 numbers, 2 bytes each, head and embedding apart."""
-    weights = {
-        "model.embed_tokens.weight": np.ones((97, 20), np.float16),
-        "lm_head.weight": np.ones(10, np.float16),
-    }
+    """A bundle without graphs: a head of 10 numbers, tables of 97 * 20 tokens and 7 * 20 positions, 2 bytes each."""
+    shapes = {"lm_head": 10, "model.embed_tokens": (97, 20), "model.embed_positions": (7, 20)}
+    weights = {f"{name}.weight": np.ones(shape, np.float16) for name, shape in shapes.items()}
     save_file(weights, tmp_path / "weights.safetensors", metadata={"format": "pt"})
     return Bundle(
         path=tmp_path,
