@@ -108,8 +108,8 @@ def _used_outputs(node: ir.Node) -> int:
 
 
 def ir_dtype(name: str) -> ir.DataType:
-    """The ONNX element type of a dtype name such as "float16"."""
-    return ir.DataType[{"float32": "FLOAT", "float64": "DOUBLE"}.get(name, name.upper())]
+    """The ONNX element type of a dtype name such as "float16" or "float8_e4m3fn"."""
+    return ir.DataType[{"float32": "FLOAT", "float64": "DOUBLE"}.get(name, name.replace("_", "").upper())]
 
 
 def assemble(

@@ -40,11 +40,12 @@ class Bundle:
         dtype: Type of weights, activations and cache: "float32", "float16" or "bfloat16".
         residual_dtype: Type of the residual stream.
         contract: What the graphs promise.
-        recipe: The quantization recipe, None for a float bundle.
+        recipe: Graph -> its quantization recipe; None for a float bundle.
         source: Kind, name, revision and digest of the checkpoint.
         weights: Tensor name -> its dtype, shape, source name and whether it is transposed.
         files: Name -> size and sha256 of every file except bundle.json and targets.
         versions: Packages that made the bundle.
+        quantization: What quantization did and what it cost, see `kvgraph.quant.proof`; None for a float bundle.
     """
 
     path: Path
@@ -60,6 +61,7 @@ class Bundle:
     weights: Mapping[str, Mapping[str, Any]]
     files: Mapping[str, FileEntry]
     versions: Mapping[str, str]
+    quantization: Mapping[str, Any] | None = None
 
     def graph_path(self, graph: GraphName) -> Path:
         """The ONNX file of a graph."""

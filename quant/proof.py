@@ -1,0 +1,220 @@
+"""What quantization did, read back from the disk: every weight against its source, every scale, and what was left.
+
+The files are read as a runtime reads them (`kvgraph.quant.reload`). A weight that was written to the wrong place, or
+not at all, gives noise and not its source.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from kvgraph.export.bundle import Bundle
+from kvgraph.export.contract import GRAPHS, GraphName
+from kvgraph.quant.bundle_weights import BundleWeights, as_float32
+from kvgraph.quant.formats import Floats
+from kvgraph.quant.plan import Rescaling
+from kvgraph.quant.reload import (
+    DequantizedWeight,
+    check_places,
+    find_dequantized,
+    input_scales,
+    read_rows,
+)
+from kvgraph.quant.storage import StoredWeight
+from kvgraph.quant.tensor_jobs import GraphChoice, TensorJob
+from kvgraph.quant.tensor_writer import PART_WEIGHTS, rescale
+
+# Even four bits in the coarsest granularity give more than ten; an unrelated matrix gives less than zero.
+_LEAST_SNR_DB = 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleProof:
+    """One quantized weight, measured.
+
+    Attributes:
+        module: Whose weight.
+        graphs: Which graphs read it.
+        weight: How it is rounded.
+        activations: Graph -> how the module's input is rounded; graphs that leave it float are left out.
+        snr_db: Signal to noise of the dequantized weight against its source, in decibels; None where it is exact.
+        largest_error: Largest absolute difference.
+        scale_range: Smallest, median and largest scale.
+        parameters: Weights of the matrix.
+        nbytes: What it takes in the file, scales included.
+    """
+
+    module: str
+    graphs: tuple[GraphName, ...]
+    weight: Mapping[str, Any]
+    activations: Mapping[str, Mapping[str, Any]]
+    snr_db: float | None
+    largest_error: float
+    scale_range: tuple[float, float, float]
+    parameters: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightProof:
+    """What was quantized, and what was not.
+
+    Attributes:
+        modules: Every quantized weight.
+        left: Graph -> module or tensor -> why it is float.
+        input_scales: Graph -> what is rounded -> its scale, 1 where each token has its own.
+    """
+
+    modules: tuple[ModuleProof, ...]
+    left: Mapping[GraphName, Mapping[str, str]]
+    input_scales: Mapping[GraphName, Mapping[str, float]]
+
+    @property
+    def worst(self) -> ModuleProof:
+        """The module with the least signal to noise."""
+        return min(self.modules, key=lambda proof: math.inf if proof.snr_db is None else proof.snr_db)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"worst_module": self.worst.module, **asdict(self)}
+
+
+def prove_weights(
+    bundle: Bundle,
+    source: BundleWeights,
+    choices: Mapping[GraphName, GraphChoice],
+    jobs: Iterable[TensorJob],
+) -> WeightProof:
+    """Read a quantized bundle back and compare it with the float one.
+
+    Args:
+        bundle: The quantized bundle.
+        source: Weights of the float bundle.
+        choices: What was to be done to each graph.
+        jobs: What was to be written.
+
+    Raises:
+        RuntimeError: A weight or a scale is not what it has to be; nothing of such a bundle should be used.
+    """
+    models = {graph: ir.load(bundle.graph_path(graph)) for graph in GRAPHS}
+    found = {graph: find_dequantized(model) for graph, model in models.items()}
+    scales = {graph: input_scales(model) for graph, model in models.items()}
+    for graph, by_value in scales.items():
+        for value, scale in by_value.items():
+            if not (math.isfinite(scale) and scale > 0):
+                raise RuntimeError(f"{graph}: the scale of {value!r} is {scale}, expected a positive number")
+    proofs = []
+    with BundleWeights(bundle) as written:
+        for model in models.values():
+            check_places(model, written)
+        for job in jobs:
+            if job.stored is not None:
+                _check_nodes(job, job.stored, choices, found)
+                weight = found[job.graphs[0]][job.name]
+                proofs.append(_prove(job, job.stored, weight, written, source, choices))
+    return WeightProof(tuple(proofs), {graph: dict(choice.left) for graph, choice in choices.items()}, scales)
+
+
+def _check_nodes(
+    job: TensorJob,
+    stored: StoredWeight,
+    choices: Mapping[GraphName, GraphChoice],
+    found: Mapping[GraphName, Mapping[str, DequantizedWeight]],
+) -> None:
+    """Every graph that should reads the weight dequantized, with its input rounded or not as it should."""
+    for graph in job.graphs:
+        weight, scheme = found[graph].get(job.name), choices[graph].schemes[stored.linear]
+        if weight is None or not weight.readers:
+            raise RuntimeError(f"{graph}: {job.name} was to be quantized, the graph does not read it so")
+        if weight.rounds_inputs != (scheme.activation is not None):
+            raise RuntimeError(f"{graph}: the input of {stored.linear.module} is not rounded as asked for")
+
+
+def _prove(
+    job: TensorJob,
+    stored: StoredWeight,
+    weight: DequantizedWeight,
+    written: BundleWeights,
+    source: BundleWeights,
+    choices: Mapping[GraphName, GraphChoice],
+) -> ModuleProof:
+    signal = noise = largest = 0.0
+    for exact, rounded in _pairs(job, stored, weight, written, source):
+        error = np.abs(rounded - exact)
+        signal += float(np.square(exact, dtype=np.float64).sum())
+        noise += float(np.square(error, dtype=np.float64).sum())
+        largest = max(largest, float(error.max()))
+    snr = _decibels(signal, noise)
+    if not math.isfinite(noise) or (snr is not None and snr < _LEAST_SNR_DB):
+        raise RuntimeError(
+            f"{job.name}: read back, its signal to noise is {snr} dB, expected at least {_LEAST_SNR_DB}; "
+            "the recipe is too coarse for this weight, or it was not written right"
+        )
+    activations = {graph: choices[graph].schemes[stored.linear].activation for graph in job.graphs}
+    return ModuleProof(
+        module=stored.linear.module,
+        graphs=job.graphs,
+        weight=asdict(stored.scheme),
+        activations={graph: asdict(scheme) for graph, scheme in activations.items() if scheme is not None},
+        snr_db=None if snr is None else round(snr, 3),
+        largest_error=largest,
+        scale_range=_scale_range(written, weight),
+        parameters=math.prod(stored.linear.shape),
+        nbytes=sum(written.tensors[spec.name].size for spec in stored.tensors),
+    )
+
+
+def _pairs(
+    job: TensorJob,
+    stored: StoredWeight,
+    weight: DequantizedWeight,
+    written: BundleWeights,
+    source: BundleWeights,
+) -> Iterator[tuple[Floats, Floats]]:
+    """Rows of the source, rescaled, and the same rows of the new weight."""
+    rows, columns = stored.linear.shape
+    # Twice the block: a part of 4-bit values then begins with a byte, whatever the columns.
+    unit = 2 * (weight.block_size or 1)
+    step = max(unit, PART_WEIGHTS // columns // unit * unit)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        exact = as_float32(source.read(job.source, start, stop))
+        yield _rescaled(exact, stored, job.rescaling, start), read_rows(written, weight, start, stop)
+
+
+def _rescaled(rows: Floats, stored: StoredWeight, rescaling: Rescaling | None, start: int) -> Floats:
+    if rescaling is None:
+        return rows
+    if stored.linear.kind == "matmul":
+        return rescale(rows, rescaling, slice(start, start + len(rows)), slice(None))
+    return rescale(rows.T, rescaling, slice(None), slice(start, start + len(rows))).T
+
+
+def _decibels(signal: float, noise: float) -> float | None:
+    """Signal to noise; None where there is no noise."""
+    if noise == 0:
+        return None
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+def _scale_range(written: BundleWeights, weight: DequantizedWeight) -> tuple[float, float, float]:
+    """Smallest, median and largest scale.
+
+    Raises:
+        RuntimeError: One is not a positive number.
+    """
+    scales = as_float32(written.read(weight.scale))
+    if weight.global_scale is not None:
+        scales = scales * as_float32(written.read(weight.global_scale))
+    least, most = float(scales.min()), float(scales.max())
+    if not (math.isfinite(most) and least > 0):
+        raise RuntimeError(
+            f"{weight.scale}: scales from {least:g} to {most:g}, expected positive numbers; not a usable bundle"
+        )
+    return least, float(np.median(scales)), most

@@ -1,0 +1,192 @@
+"""`kvgraph quantize`: a float bundle to a bundle under the same contract, with Q/DQ in standard operators."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+from tqdm import tqdm
+
+import kvgraph
+from kvgraph.export.bundle import BUNDLE_FILE, Bundle, FileEntry, hash_file
+from kvgraph.export.contract import GRAPHS, GraphName, graph_file
+from kvgraph.export.weights_file import WEIGHTS_FILE, WeightLayout, WeightsWriter, plan_layout
+from kvgraph.export.writer import writing_directory
+from kvgraph.quant.bundle_weights import BundleWeights
+from kvgraph.quant.plan import QuantizationPlan
+from kvgraph.quant.proof import prove_weights
+from kvgraph.quant.rewrite import dequantize_weight, quantize_inputs, quantize_tokens, relocate_weights
+from kvgraph.quant.tensor_jobs import GraphChoice, TensorJob, choose_schemes, plan_jobs
+from kvgraph.quant.tensor_writer import write_tensor
+
+_PACKAGES = ("ml_dtypes", "numpy", "onnx", "onnx-ir")
+
+
+def quantize_bundle(
+    bundle: Bundle, plan: QuantizationPlan, output: str | Path, *, force: bool = False
+) -> Bundle:
+    """Write the quantized bundle, read it back and prove its weights; nothing is left behind where that fails.
+
+    Args:
+        bundle: A float bundle with weights.
+        plan: From `parse_plan`, with what calibration added.
+        output: The new bundle's directory.
+        force: Replace a bundle that is there.
+
+    Returns:
+        The new bundle; its `quantization` says what was quantized, what was left and why, and how exactly.
+
+    Raises:
+        ValueError: The bundle is quantized already or has no weights, or the plan lacks something.
+        FileExistsError: `output` exists and `force` is off.
+        RuntimeError: What was written does not give the weights back.
+    """
+    _refuse(bundle, plan)
+    if Path(output).resolve() == bundle.path.resolve():
+        raise ValueError(f"{output}: is the bundle to quantize; choose another output")
+    with BundleWeights(bundle) as weights, writing_directory(output, BUNDLE_FILE, force) as directory:
+        models = {graph: ir.load(bundle.graph_path(graph)) for graph in GRAPHS}
+        choices = {graph: choose_schemes(models[graph], plan.graph(graph)) for graph in GRAPHS}
+        jobs = plan_jobs(choices, plan, bundle.dtype)
+        layout = plan_layout(_specs(weights, jobs))
+        for graph, model in models.items():
+            _rewrite(model, graph, choices[graph], jobs, plan, layout)
+            (directory / graph_file(graph)).write_bytes(ir.to_proto(model).SerializeToString())
+        sha256 = _write_weights(directory / WEIGHTS_FILE, layout, weights, jobs, bundle.dtype)
+        for name in sorted(bundle.files.keys() - {WEIGHTS_FILE, *map(graph_file, GRAPHS)}):
+            shutil.copyfile(bundle.path / name, directory / name)
+        for graph in GRAPHS:
+            onnx.checker.check_model(str(directory / graph_file(graph)), full_check=True)
+        described = _describe(directory, bundle, plan, jobs, layout, {WEIGHTS_FILE: sha256})
+        proof = prove_weights(described, weights, choices, jobs)
+        quantization = {"source_digest": bundle.digest(), **proof.to_json()}
+        write_description(replace(described, quantization=quantization))
+    return Bundle.open(output)
+
+
+def write_description(bundle: Bundle) -> None:
+    """Write bundle.json of a bundle into its directory."""
+    text = json.dumps(bundle.to_json(), indent=1, ensure_ascii=False)
+    (bundle.path / BUNDLE_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def _refuse(bundle: Bundle, plan: QuantizationPlan) -> None:
+    if bundle.recipe is not None:
+        names = dict.fromkeys(recipe["name"] for recipe in bundle.recipe.values())
+        raise ValueError(
+            f"{bundle.path}: is quantized already ({', '.join(names)}); quantize the float bundle that it was made from"
+        )
+    for graph in GRAPHS:
+        if plan.graph(graph).recipe.kv_cache is not None:
+            raise ValueError(
+                f"recipe {plan.graph(graph).recipe.name!r}: this version does not quantize the cache; "
+                "leave kv_cache out"
+            )
+
+
+def _specs(weights: BundleWeights, jobs: Iterable[TensorJob]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> dtype and shape of every tensor that the jobs write."""
+    specs: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for job in jobs:
+        if job.stored is None:
+            source = weights.tensors[job.source]
+            specs[job.name] = (source.dtype, source.shape)
+        else:
+            for spec in job.stored.tensors:
+                specs[spec.name] = (spec.dtype, tuple(int(dim) for dim in spec.shape))
+    return specs
+
+
+def _rewrite(
+    model: ir.Model,
+    graph: GraphName,
+    choice: GraphChoice,
+    jobs: Iterable[TensorJob],
+    plan: QuantizationPlan,
+    layout: WeightLayout,
+) -> None:
+    """Turn a float graph into its quantized form over the new weights file."""
+    mine = [job for job in jobs if graph in job.graphs]
+    for job in mine:
+        if job.stored is not None:
+            dequantize_weight(model, job.stored, layout)
+    relocate_weights(model, layout, {job.source: job.name for job in mine if job.stored is None})
+    codes = {job.stored.linear: job.stored.codes.name for job in mine if job.stored is not None}
+    static: dict[str, dict[str, float]] = {}
+    dynamic: dict[str, list[str]] = {}
+    for linear, scheme in choice.schemes.items():
+        if scheme.activation is None:
+            continue
+        if scheme.activation.granularity == "token":
+            dynamic.setdefault(scheme.activation.format, []).append(codes[linear])
+        else:
+            scale = plan.graph(graph).activation_scales[linear.module]
+            static.setdefault(scheme.activation.format, {})[codes[linear]] = scale
+    for form, scales in static.items():
+        quantize_inputs(model, scales, form)
+    for form, names in dynamic.items():
+        quantize_tokens(model, names, form)
+
+
+def _write_weights(
+    path: Path, layout: WeightLayout, weights: BundleWeights, jobs: Iterable[TensorJob], compute: str
+) -> str:
+    with WeightsWriter(path, layout) as writer:
+        total = sum(weights.tensors[job.source].size for job in jobs)
+        with tqdm(total=total, desc="quantizing", unit="B", unit_scale=True, disable=None) as bar:
+            for job in jobs:
+                write_tensor(writer, weights, job, compute)
+                bar.update(weights.tensors[job.source].size)
+        return writer.finish()
+
+
+def _describe(
+    directory: Path,
+    bundle: Bundle,
+    plan: QuantizationPlan,
+    jobs: Iterable[TensorJob],
+    layout: WeightLayout,
+    hashes: Mapping[str, str],
+) -> Bundle:
+    """bundle.json of a filled directory; `hashes` are those known from writing."""
+    files = {
+        file.name: FileEntry(file.stat().st_size, hashes.get(file.name) or hash_file(file))
+        for file in sorted(directory.iterdir())
+        if not file.name.startswith(".")
+    }
+    return replace(
+        bundle,
+        path=directory,
+        tool_version=kvgraph.__version__,
+        recipe={graph: plan.graph(graph).recipe.to_json() for graph in GRAPHS},
+        weights=_describe_tensors(bundle, jobs, layout),
+        files=files,
+        versions={**bundle.versions, **{package: version(package) for package in _PACKAGES}},
+    )
+
+
+def _describe_tensors(
+    bundle: Bundle, jobs: Iterable[TensorJob], layout: WeightLayout
+) -> dict[str, dict[str, Any]]:
+    """Where every tensor comes from; a scale or zero point says in "role" that it is no weight by itself."""
+    described: dict[str, dict[str, Any]] = {}
+    for job in jobs:
+        roles: dict[str, str | None] = {job.name: None}
+        if job.stored is not None:
+            roles |= {
+                spec.name: spec.name.removeprefix(f"{job.name}_")
+                for spec in job.stored.tensors
+                if spec.name != job.name
+            }
+        for name, role in roles.items():
+            stored = layout.tensors[name]
+            entry = {**bundle.weights[job.source], "dtype": stored.dtype, "shape": list(stored.shape)}
+            described[name] = entry if role is None else {**entry, "role": role}
+    return described

@@ -1,0 +1,152 @@
+"""Quantized weights as a graph on the disk has them: from its nodes to the bytes of the weights file, and to floats.
+
+Nothing here asks what was meant to be written: the oracle of `kvgraph.quant.proof`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from kvgraph.export.assemble import ir_dtype
+from kvgraph.quant.bundle_weights import BundleWeights, as_float32
+from kvgraph.quant.formats import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class DequantizedWeight:
+    """A weight that a graph reads through `DequantizeLinear`, by the names of its tensors.
+
+    Attributes:
+        codes: [R, C].
+        scale: [R] or [C] by `axis`, or with blocks along `axis`.
+        zero_point: Like the scale, or None.
+        global_scale: What the scale is multiplied by, or None.
+        axis: Which axis has its own scales (one a channel), or is cut into blocks.
+        block_size: Entries of a block along `axis`; None: one scale a channel.
+        compute: NumPy type of the result.
+        readers: Operators that read it.
+        rounds_inputs: Whether a matrix product that reads it has a quantized input.
+    """
+
+    codes: str
+    scale: str
+    zero_point: str | None
+    global_scale: str | None
+    axis: int
+    block_size: int | None
+    compute: np.dtype[np.generic]
+    readers: tuple[str, ...]
+    rounds_inputs: bool
+
+
+def find_dequantized(model: ir.Model) -> dict[str, DequantizedWeight]:
+    """Every quantized weight of a graph, by the name of its codes."""
+    found = {}
+    for node in model.graph:
+        codes = node.inputs[0] if node.op_type == "DequantizeLinear" else None
+        if codes is None or not _is_stored(codes) or len(codes.shape or ()) < 2:
+            continue
+        readers = [use.node for use in node.outputs[0].uses()]
+        if all(reader.op_type == "DequantizeLinear" for reader in readers):
+            continue  # NVFP4's scales
+        scale, factor = _scale(node.inputs[1])
+        zero_point = node.inputs[2] if len(node.inputs) > 2 else None
+        block, axis = node.attributes.get("block_size"), node.attributes.get("axis")
+        assert node.outputs[0].dtype is not None
+        weight = DequantizedWeight(
+            codes=_name(codes),
+            scale=scale,
+            zero_point=None if zero_point is None else _name(zero_point),
+            global_scale=factor,
+            axis=1 if axis is None else axis.as_int(),
+            block_size=(block.as_int() or None) if block is not None else None,
+            compute=node.outputs[0].dtype.numpy(),
+            readers=tuple(reader.op_type for reader in readers),
+            rounds_inputs=any(_has_quantized_input(reader) for reader in readers),
+        )
+        found[weight.codes] = weight
+    return found
+
+
+def input_scales(model: ir.Model) -> dict[str, float]:
+    """Scale of every `QuantizeLinear` of a graph, by the name of what it rounds."""
+    scales = {}
+    for node in model.graph:
+        if node.op_type == "QuantizeLinear":
+            tensor = ir.convenience.get_const_tensor(node.inputs[1]) if node.inputs[1] is not None else None
+            scales[_name(node.inputs[0])] = float("nan") if tensor is None else float(tensor.numpy().max())
+    return scales
+
+
+def check_places(model: ir.Model, weights: BundleWeights) -> None:
+    """Compare where a graph looks for its tensors with where the weights file says they are.
+
+    Raises:
+        RuntimeError: They differ in name, type, shape or bytes.
+    """
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        if not isinstance(tensor, ir.ExternalTensor):
+            continue
+        stored = weights.tensors.get(name)
+        found = (tensor.offset, tensor.length, tensor.dtype, tuple(value.shape or ()))
+        if stored is None or found != (stored.offset, stored.size, ir_dtype(stored.dtype), stored.shape):
+            raise RuntimeError(
+                f"{model.graph.name}: tensor {name!r} is {found} in the graph, the weights file says {stored}"
+            )
+
+
+def read_rows(weights: BundleWeights, weight: DequantizedWeight, start: int, stop: int) -> Floats:
+    """Rows `start` to `stop` of a weight [R, C], dequantized as `DequantizeLinear` defines it, in float32.
+
+    `start` is even, and where blocks lie along the first axis a multiple of two of them.
+    """
+    codes = as_float32(weights.read(weight.codes, start, stop))
+    if weight.zero_point is not None:
+        codes -= _spread_rows(weights, weight, weight.zero_point, start, stop)
+    scale = _spread_rows(weights, weight, weight.scale, start, stop)
+    if weight.global_scale is not None:
+        factor = as_float32(weights.read(weight.global_scale))
+        scale = as_float32((scale * factor).astype(weight.compute))
+    return as_float32((codes * scale).astype(weight.compute))
+
+
+def _spread_rows(
+    weights: BundleWeights, weight: DequantizedWeight, name: str, start: int, stop: int
+) -> Floats:
+    """Scales or zero points in a shape that broadcasts against rows `start` to `stop`."""
+    block, columns = weight.block_size, weights.shape(weight.codes)[1]
+    if block is None:
+        if weight.axis == 1:
+            return as_float32(weights.read(name))
+        return as_float32(weights.read(name, start, stop))[:, None]
+    if weight.axis == 1:
+        return np.repeat(as_float32(weights.read(name, start, stop)), block, axis=1)[:, :columns]
+    values = as_float32(weights.read(name, start // block, -(-stop // block)))
+    return np.repeat(values, block, axis=0)[: stop - start]
+
+
+def _scale(value: ir.Value | None) -> tuple[str, str | None]:
+    """Names of a scale and, where it is dequantized itself, of its own scale."""
+    producer = None if value is None else value.producer()
+    if producer is None:
+        return _name(value), None
+    return _name(producer.inputs[0]), _name(producer.inputs[1])
+
+
+def _has_quantized_input(node: ir.Node) -> bool:
+    producer = None if node.inputs[0] is None else node.inputs[0].producer()
+    return node.op_type == "MatMul" and producer is not None and producer.op_type == "DequantizeLinear"
+
+
+def _is_stored(value: ir.Value) -> bool:
+    return isinstance(value.const_value, ir.ExternalTensor)
+
+
+def _name(value: ir.Value | None) -> str:
+    assert value is not None
+    assert value.name is not None
+    return value.name
