@@ -22,8 +22,8 @@ from kvgraph.runtime.checks import StepInputs, check_step
 from kvgraph.runtime.cuda import Cuda
 from kvgraph.runtime.session import Cache, Floats, Ids, SessionInfo
 from kvgraph.runtime.target import Limits, Target
-from kvgraph.runtime.tensorrt_api import Engine, TensorRT
-from kvgraph.runtime.tensorrt_module import collect_messages, load_tensorrt
+from kvgraph.runtime.tensorrt_api import Engine, Runtime, TensorRT
+from kvgraph.runtime.tensorrt_module import MessageLog, collect_messages, load_tensorrt
 from kvgraph.runtime.trt_cache import TrtCache
 from kvgraph.runtime.trt_engine import EngineGraph, check_engine, load_engine
 
@@ -72,7 +72,11 @@ class TrtSession:
         self._cuda = Cuda(device, cuda_runtime)
         self._target.check_runtime(trt.__version__, self._cuda.compute_capability)
         self._limits: Limits = self._target.limits
-        self._graphs = self._load(trt)
+        log = collect_messages(trt)
+        runtime = trt.Runtime(log)
+        self._graphs = self._load(trt, runtime, log)
+        # After the graphs, for attributes go in this order: an engine must not outlive its runtime.
+        self._runtime = runtime
         self._info = SessionInfo(
             runtime=target,
             version=trt.__version__,
@@ -81,15 +85,14 @@ class TrtSession:
             source=str(self._target.path),
         )
 
-    def _load(self, trt: TensorRT) -> dict[GraphName, EngineGraph]:
+    def _load(self, trt: TensorRT, runtime: Runtime, log: MessageLog) -> dict[GraphName, EngineGraph]:
         """A context for each graph; an engine that serves both is loaded once."""
-        log = collect_messages(trt)
         engines: dict[str, Engine] = {}
         graphs: dict[GraphName, EngineGraph] = {}
         for name in GRAPHS:
             graph, path = self._target.graphs[name], self._target.graph_path(name)
             if graph.file not in engines:
-                engines[graph.file] = load_engine(trt, path, log)
+                engines[graph.file] = load_engine(runtime, path, log)
                 check_engine(trt, engines[graph.file], str(path), graph, self.contract)
             rtx, captured = self._target.name == "tensorrt-rtx", name == "decode"
             engine = engines[graph.file]

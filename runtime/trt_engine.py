@@ -14,21 +14,21 @@ from kvgraph.export.contract import CONTEXT_LENGTH, LOGIT_POSITIONS, LOGITS, Con
 from kvgraph.runtime.cuda import CapturedGraph, Cuda, DeviceBuffer, pinned_array
 from kvgraph.runtime.session import Floats, Ids
 from kvgraph.runtime.target import TargetGraph
-from kvgraph.runtime.tensorrt_api import Engine, ExecutionContext, TensorRT
+from kvgraph.runtime.tensorrt_api import Engine, ExecutionContext, Runtime, TensorRT
 from kvgraph.runtime.tensorrt_module import MessageLog, dtype_names
 from kvgraph.runtime.trt_cache import TrtCache
 
 
-def load_engine(trt: TensorRT, path: Path, log: MessageLog) -> Engine:
-    """The engine of a file.
+def load_engine(runtime: Runtime, path: Path, log: MessageLog) -> Engine:
+    """The engine of a file; it must not outlive the runtime.
 
     Raises:
         RuntimeError: TensorRT does not deserialize it.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        engine = trt.Runtime(log).deserialize_cuda_engine(data)
+        engine = runtime.deserialize_cuda_engine(data)
     if engine is None:
-        raise RuntimeError(f"{path}: TensorRT {trt.__version__} does not load it: {_last(log)}")
+        raise RuntimeError(f"{path}: TensorRT does not load it: {_last(log)}")
     return engine
 
 

@@ -34,7 +34,9 @@ def choose_limits(
     if batch < 1:
         raise ValueError(f"--max-batch is {batch}, expected 1 or more")
     most = contract.capacity or contract.max_positions
-    context = max_context or contract.capacity or min(contract.max_positions, _DEFAULT_CONTEXT)
+    context = max_context
+    if context is None:
+        context = contract.capacity or min(contract.max_positions, _DEFAULT_CONTEXT)
     if contract.capacity is not None and context != contract.capacity:
         raise ValueError(
             f"--max-context is {context}, the bundle has a capacity of {contract.capacity} written in; "
@@ -57,8 +59,11 @@ def profile_shapes(inputs: Sequence[TensorSpec], runs: GraphName, limits: Limits
         limits: The largest sizes.
     """
     chunk = limits.prefill_chunk if runs == "prefill" else 1
+    # A profile of exactly one row of one token makes TensorRT-RTX 1.7 lay out the weights for it anew, and the engine
+    # then holds them twice (measured). A range of two rows shares them with the other profile.
+    most_rows = max(2, limits.max_batch)
     ranges: Mapping[str, tuple[int, int, int]] = {
-        BATCH: (1, limits.max_batch, limits.max_batch),
+        BATCH: (1, limits.max_batch, most_rows),
         NEW_TOKENS: (1, chunk, chunk),
         # Generation asks for the last token's row, a scored text for all of them.
         LOGIT_ROWS: (1, 1, chunk),

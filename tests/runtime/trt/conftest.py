@@ -55,6 +55,8 @@ class FakeGpu:
         self.compute_capability = compute_capability
         self.recording: list[Callable[[], None]] | None = None
         self.executed = self.captured = self.launched = 0
+        # An input whose shape TensorRT does not take.
+        self.refuse: str | None = None
 
     def cudaSetDevice(self, device):
         return (OK if device == 0 else 101,)
@@ -129,7 +131,6 @@ class FakeContext:
     addresses: dict[str, int] = field(default_factory=dict)
     profile: int = 0
     ready_to_capture: bool = False
-    refuse: str | None = None
 
     def set_optimization_profile_async(self, profile_index, stream_handle):
         self.profile = profile_index
@@ -138,7 +139,7 @@ class FakeContext:
     def set_input_shape(self, name, shape):
         self.shapes[name] = shape
         self.ready_to_capture = False
-        return name != self.refuse and self.engine.admits(self.profile, name, shape)
+        return name != self.gpu.refuse and self.engine.admits(self.profile, name, shape)
 
     def set_tensor_address(self, name, memory):
         self.addresses[name] = memory
@@ -259,3 +260,9 @@ def open_fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[TrtSession
         return TrtSession(bundle, trt=trt, cuda_runtime=gpu), gpu, trt
 
     return open_session
+
+
+@pytest.fixture(scope="session")
+def fake_gpu() -> type[FakeGpu]:
+    """The class, for tests of what lies under the session."""
+    return FakeGpu

@@ -186,6 +186,21 @@ def test_a_full_cache_is_refused_before_anything_runs(bundle: Bundle, open_fake:
     assert gpu.executed == 0
 
 
+def test_an_engine_for_another_gpu_is_refused(bundle: Bundle, open_fake: OpenFake) -> None:
+    with pytest.raises(ValueError, match="built for SM86, this GPU is SM89"):
+        open_fake(bundle, compute_capabilities=(86,))
+
+
+def test_what_tensorrt_refuses_is_said(bundle: Bundle, open_fake: OpenFake) -> None:
+    session, gpu, _ = open_fake(bundle)
+    gpu.refuse = "past_length"
+    message = (
+        r"model\.engine, profile 0: TensorRT does not take shape \[1\] for 'past_length': it gives no reason"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        session.decode(session.allocate_cache(1), np.array([[1]]), np.array([0]))
+
+
 def test_hidden_states_are_not_to_be_had(bundle: Bundle, open_fake: OpenFake) -> None:
     with pytest.raises(RuntimeError, match="an engine has no hidden states"):
         open_fake(bundle)[0].hidden_states()

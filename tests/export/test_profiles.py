@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+
+from kvgraph.export.contract import CONTEXT_LENGTH, Contract, TensorSpec, scatter_state
+from kvgraph.export.targets.profiles import choose_limits, profile_shapes
+from kvgraph.export.targets.tensorrt_graph import bound_contract
+from kvgraph.runtime.target import Limits
+
+
+def contract(max_positions: int = 64, capacity: int | None = None) -> Contract:
+    return Contract(97, 1, max_positions, False, scatter_state([(2, 8)], "float16", capacity))
+
+
+def test_default_limits_are_those_of_the_model() -> None:
+    assert choose_limits(contract(), None, None, None) == Limits(1, 64, 64)
+
+
+def test_default_limits_of_a_long_context_are_bounded() -> None:
+    assert choose_limits(contract(131072), None, None, None) == Limits(1, 4096, 512)
+
+
+def test_a_capacity_in_the_graphs_is_the_context() -> None:
+    assert choose_limits(contract(capacity=32), 4, None, 8) == Limits(4, 32, 8)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ((0, None, None), "--max-batch is 0, expected 1 or more"),
+        ((None, 65, None), "--max-context is 65, expected 2 to 64"),
+        ((None, 1, None), "--max-context is 1, expected 2 to 64"),
+        ((None, 0, None), "--max-context is 0, expected 2 to 64"),
+        ((None, 32, 33), "--prefill-chunk is 33, expected 1 to 32"),
+        ((None, None, 0), "--prefill-chunk is 0, expected 1 to 64"),
+    ],
+)
+def test_limits_out_of_range_are_refused(
+    asked: tuple[int | None, int | None, int | None], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose_limits(contract(), *asked)
+
+
+def test_a_context_other_than_the_capacity_is_refused() -> None:
+    with pytest.raises(ValueError, match="--max-context is 16, the bundle has a capacity of 32 written in"):
+        choose_limits(contract(capacity=32), None, 16, None)
+
+
+def test_profiles_differ_in_new_tokens_and_rows_of_logits() -> None:
+    limits = Limits(max_batch=4, max_context=32, prefill_chunk=8)
+    inputs = bound_contract(contract(), 32).graph("prefill").inputs
+    inputs = (*inputs, TensorSpec(CONTEXT_LENGTH, "int64", (1,)))
+    prefill, decode = (profile_shapes(inputs, runs, limits) for runs in ("prefill", "decode"))
+    assert prefill["input_ids"] == ((1, 1), (4, 8), (4, 8))
+    assert decode["input_ids"] == ((1, 1), (4, 1), (4, 1))
+    assert prefill["logit_positions"] == ((1, 1), (4, 1), (4, 8))
+    assert decode["logit_positions"] == ((1, 1), (4, 1), (4, 1))
+    for profile in (prefill, decode):
+        assert profile["past_key_values.0.key"] == ((1, 2, 32, 8), (4, 2, 32, 8), (4, 2, 32, 8))
+        assert profile[CONTEXT_LENGTH] == ((1,), (32,), (32,))
