@@ -20,8 +20,7 @@ def widen_bfloat16(model: ir.Model) -> bool:
     """
     changed = [_read_widened(model.graph, value) for value in list(model.graph.initializers.values())]
     for node in model.graph:
-        if node.op_type != "Cast" or not _reads_initializer(node):
-            changed.append(_widen_attributes(node))
+        changed.append(_widen_attributes(node))
         changed += [_widen(value) for value in node.outputs]
     changed += [_widen(value) for value in model.graph.inputs]
     return any(changed)
@@ -31,20 +30,20 @@ def _read_widened(graph: ir.Graph, weight: ir.Value) -> bool:
     """Put a Cast between a bfloat16 initializer and its readers."""
     if weight.dtype != ir.DataType.BFLOAT16:
         return False
-    readers = [(use.node, use.idx) for use in weight.uses()]
+    readers = [(use.node, use.idx) for use in weight.uses() if not _casts_to_float(use.node)]
+    if not readers:
+        return False
     cast = ir.Node("", "Cast", [weight], [ir.AttrInt64("to", ir.DataType.FLOAT)], name=f"{weight.name}.widen")
     widened = cast.outputs[0]
     widened.name, widened.type, widened.shape = f"{weight.name}.float32", _FLOAT, weight.shape
     for node, index in readers:
         node.replace_input_with(index, widened)
-    if len(graph):
-        graph.insert_before(graph[0], cast)
+    graph.insert_before(graph[0], cast)
     return True
 
 
-def _reads_initializer(node: ir.Node) -> bool:
-    value = node.inputs[0]
-    return value is not None and value.is_initializer()
+def _casts_to_float(node: ir.Node) -> bool:
+    return node.op_type == "Cast" and node.attributes["to"].as_int() == ir.DataType.FLOAT
 
 
 def _widen(value: ir.Value) -> bool:
