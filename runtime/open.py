@@ -14,7 +14,12 @@ TENSORRT_TARGETS = ("tensorrt", "tensorrt-rtx")
 
 
 def open_session(
-    bundle: Bundle, target: str | None = None, device: str | None = None, *, verify: bool = False
+    bundle: Bundle,
+    target: str | None = None,
+    device: str | None = None,
+    *,
+    threads: int | None = None,
+    verify: bool = False,
 ) -> Session:
     """A session over a bundle's canonical graphs, or over what `kvgraph build` made of them.
 
@@ -22,6 +27,7 @@ def open_session(
         bundle: What to run.
         target: Name of a target; None runs prefill.onnx and decode.onnx themselves under ONNX Runtime.
         device: "cpu", "cuda" or "cuda:1"; default "cpu", and "cuda" for targets that are made for a GPU.
+        threads: Threads within an operator on a CPU, default one a core.
         verify: Hash the files of the target.
 
     Raises:
@@ -36,25 +42,34 @@ def open_session(
     wanted = {None: kind, "ort-cpu": "cpu"}.get(target, "cuda")
     if kind != wanted:
         raise ValueError(f"target {target!r} runs on {wanted}, not on {device!r}; leave the device out")
+    if threads is not None and kind != "cpu":
+        raise ValueError(f"threads is {threads}, but the device is {kind}; it is for a CPU, leave it out")
     built = None if target is None else Target.open(bundle, target, verify)
     if built is None or target in ORT_TARGETS:
-        return _open_ort(bundle, built, kind, device_id)
+        return _open_ort(bundle, built, kind, device_id, threads)
 
     from kvgraph.runtime.trt import TrtSession
 
     return TrtSession(bundle, built.name, device=device_id)
 
 
-def _open_ort(bundle: Bundle, target: Target | None, kind: str, device_id: int) -> Session:
+def _open_ort(
+    bundle: Bundle, target: Target | None, kind: str, device_id: int, threads: int | None
+) -> Session:
     from kvgraph.runtime.ort import OrtSession
     from kvgraph.runtime.ort_load import CPU_PROVIDER, CUDA_PROVIDER
 
     providers = (CUDA_PROVIDER,) if kind == "cuda" else (CPU_PROVIDER,)
     if target is None:
-        return OrtSession(bundle, providers=providers, device_id=device_id)
+        return OrtSession(bundle, providers=providers, device_id=device_id, threads=threads)
     graphs = {graph: target.graph_path(graph).read_bytes() for graph in GRAPHS}
     return OrtSession(
-        bundle, providers=providers, device_id=device_id, graphs=graphs, contract=target.contract
+        bundle,
+        providers=providers,
+        device_id=device_id,
+        threads=threads,
+        graphs=graphs,
+        contract=target.contract,
     )
 
 

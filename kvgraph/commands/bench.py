@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from kvgraph.table import format_table
 
 if TYPE_CHECKING:
-    from kvgraph.export.bundle import Bundle
     from kvgraph.runtime.bench_report import BenchReport, DecodeSpeed, Timing
     from kvgraph.runtime.session import Session
 
@@ -58,37 +57,22 @@ def run(args: argparse.Namespace) -> int:
     from kvgraph.export.bundle import Bundle
     from kvgraph.runtime.bench import bench
     from kvgraph.runtime.bench_report import BenchOptions
+    from kvgraph.runtime.open import open_session
     from kvgraph.runtime.tokenizer import TOKENIZER, Tokenizer
 
     names = {field.name for field in fields(BenchOptions)}
     options = BenchOptions(**{name: value for name, value in vars(args).items() if name in names})
     bundle = Bundle.open(args.bundle)
     tokenizer = Tokenizer.load(bundle.path, bundle.config) if TOKENIZER in bundle.files else None
-    report = bench(bundle, lambda: _open(args, bundle, options.threads), options, tokenizer, args.target)
+
+    def opened() -> Session:
+        return open_session(bundle, args.target, args.device, threads=options.threads)
+
+    report = bench(bundle, opened, options, tokenizer, args.target)
     print(render(report))
     if args.json is not None:
         args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
     return 0
-
-
-def _open(args: argparse.Namespace, bundle: Bundle, threads: int | None) -> Session:
-    from kvgraph.runtime.open import open_session
-
-    if threads is None:
-        return open_session(bundle, args.target, args.device)
-    if args.target not in (None, "ort-cpu") or args.device not in (None, "cpu"):
-        raise ValueError(
-            "--threads is for a CPU; leave it out, or measure the bundle itself or its ort-cpu target"
-        )
-    from kvgraph.export.contract import GRAPHS
-    from kvgraph.runtime.ort import OrtSession
-    from kvgraph.runtime.target import Target
-
-    if args.target is None:
-        return OrtSession(bundle, threads=threads)
-    target = Target.open(bundle, args.target)
-    graphs = {graph: target.graph_path(graph).read_bytes() for graph in GRAPHS}
-    return OrtSession(bundle, threads=threads, graphs=graphs, contract=target.contract)
 
 
 def render(report: BenchReport) -> str:
