@@ -21,6 +21,7 @@ from kvgraph.export.assemble import assemble
 from kvgraph.export.bundle import BUNDLE_FILE, SCHEMA_VERSION, Bundle, FileEntry, hash_file
 from kvgraph.export.contract import GRAPHS, Contract, GraphName, graph_file, hidden_state
 from kvgraph.export.decoder_contract import decoder_contract
+from kvgraph.export.passes.bind_capacity import bind_capacity
 from kvgraph.export.trace import TracedDecoder, fake_decoder, trace_decoder
 from kvgraph.export.weight_bytes import as_bytes, check_tied, weight_pieces
 from kvgraph.export.weights_file import WEIGHTS_FILE, WeightLayout, plan_layout, write_weights
@@ -112,9 +113,11 @@ def trace_model(
     """Trace both graphs; where there is a checkpoint, it is checked against the model first."""
     with fake_decoder(config, precision) as decoder:
         weights = plan_weights(family(config.model_type), decoder)
-        if stream is not None:
-            stream.check(weights.shapes, weights.ignorable)
-            check_tied(stream, weights)
+    if stream is not None:
+        # Outside of the fake tensors, among which what is read would have no values.
+        stream.check(weights.shapes, weights.ignorable)
+        check_tied(stream, weights)
+    with fake_decoder(config, precision) as decoder:
         graphs = {graph: trace_decoder(decoder, graph) for graph in _progress(GRAPHS, "tracing")}
         parameters = {
             name: (str(weight.dtype).removeprefix("torch."), tuple(weight.shape))
@@ -142,6 +145,8 @@ def _write_graphs(directory: Path, traced: TracedModel, layout: WeightLayout, de
     constants = {name: ir.tensor(value.numpy(), name=name) for name, value in traced.constants.items()}
     for graph in GRAPHS:
         model = assemble(traced.graphs[graph], graph, traced.contract, layout, constants)
+        if (capacity := traced.contract.capacity) is not None:
+            bind_capacity(model, traced.contract, capacity)
         if debug_outputs:
             expose_hidden_states(model, traced.contract.num_layers)
         (directory / graph_file(graph)).write_bytes(ir.to_proto(model).SerializeToString())
