@@ -8,12 +8,15 @@ starts on a multiple of its element size.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 WEIGHTS_FILE = "weights.safetensors"
 
@@ -105,32 +108,52 @@ def write_weights(
         tensors: (name, its bytes in pieces), in the order of `layout.tensors`.
 
     Raises:
+        OSError: There is no room for the file; known before the first tensor is asked for.
         ValueError: The tensors are not those of the layout.
     """
-    digest = hashlib.sha256()
-    names = iter(layout.tensors.values())
     with path.open("xb") as file:
-        for piece in (layout.header,):
-            file.write(piece)
-            digest.update(piece)
-        for name, pieces in tensors:
-            expected = next(names, None)
-            if expected is None or expected.name != name:
-                raise ValueError(f"{path.name}: tensor {name!r} comes where the layout has {expected}")
-            written = 0
-            for chunk in pieces:
-                file.write(chunk)
-                digest.update(chunk)
-                written += chunk.nbytes
-            if written != expected.size:
-                raise ValueError(
-                    f"{path.name}: {name!r} has {written} bytes, the layout says {expected.size}"
-                )
-        if (missing := next(names, None)) is not None:
-            raise ValueError(f"{path.name}: tensor {missing.name!r} was not written")
+        os.posix_fallocate(file.fileno(), 0, layout.size)
+        chunks = itertools.chain([memoryview(layout.header)], _in_order(path.name, layout, tensors))
+        sha256 = _write_hashed(file, chunks)
         file.flush()
         os.fsync(file.fileno())
+    return sha256
+
+
+def _in_order(
+    label: str, layout: WeightLayout, tensors: Iterable[tuple[str, Iterator[memoryview]]]
+) -> Iterator[memoryview]:
+    """The pieces of all tensors, which must be those of the layout."""
+    names = iter(layout.tensors.values())
+    for name, pieces in tensors:
+        expected = next(names, None)
+        if expected is None or expected.name != name:
+            raise ValueError(f"{label}: tensor {name!r} comes where the layout has {expected}")
+        size = 0
+        for piece in pieces:
+            size += piece.nbytes
+            yield piece
+        if size != expected.size:
+            raise ValueError(f"{label}: {name!r} has {size} bytes, the layout says {expected.size}")
+    if (missing := next(names, None)) is not None:
+        raise ValueError(f"{label}: tensor {missing.name!r} was not written")
+
+
+def _write_hashed(file: IO[bytes], chunks: Iterable[memoryview]) -> str:
+    """Write `chunks` and return their sha256; one is written and hashed while the next is being made."""
+    digest = hashlib.sha256()
+    begun: list[Future[Any]] = []
+    with ThreadPoolExecutor(2) as threads:
+        for chunk in chunks:
+            _finish(begun)
+            begun = [threads.submit(file.write, chunk), threads.submit(digest.update, chunk)]
+        _finish(begun)
     return digest.hexdigest()
+
+
+def _finish(begun: Iterable[Future[Any]]) -> None:
+    for work in begun:
+        work.result()
 
 
 class WeightsWriter:
