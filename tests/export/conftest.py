@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import resource
+import signal
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,10 +35,10 @@ def reference() -> Callable[[Path], PreTrainedModel]:
 
 
 @pytest.fixture(scope="session")
-def reference_logits(reference: Callable[[Path], PreTrainedModel]) -> Callable[..., Floats]:
-    """Logits of transformers [B, n, V] at every position of ids [B, n], fed in chunks of `sizes` (default: at once)."""
+def reference_run(reference: Callable[[Path], PreTrainedModel]) -> Callable[..., tuple[Floats, DynamicCache]]:
+    """Runs transformers over ids [B, n] in chunks of `sizes` (default: at once): logits [B, n, V], and the cache."""
 
-    def run(checkpoint: Path, ids: Ids, sizes: Sequence[int] | None = None) -> Floats:
+    def run(checkpoint: Path, ids: Ids, sizes: Sequence[int] | None = None) -> tuple[Floats, DynamicCache]:
         model, cache, parts, start = reference(checkpoint), DynamicCache(), [], 0
         # A dynamic rope keeps the frequencies of its longest call until a short one comes.
         model(torch.zeros(1, 1, dtype=torch.int64))
@@ -47,9 +49,15 @@ def reference_logits(reference: Callable[[Path], PreTrainedModel]) -> Callable[.
                 warnings.simplefilter("ignore", FutureWarning)
                 parts.append(model(chunk, past_key_values=cache).logits)
             start += size
-        return torch.cat(parts, dim=1).numpy()
+        return torch.cat(parts, dim=1).numpy(), cache
 
     return run
+
+
+@pytest.fixture(scope="session")
+def reference_logits(reference_run: Callable[..., tuple[Floats, DynamicCache]]) -> Callable[..., Floats]:
+    """The logits of `reference_run` alone."""
+    return lambda *arguments: reference_run(*arguments)[0]
 
 
 @pytest.fixture(scope="session")
@@ -91,6 +99,23 @@ def teacher_forced() -> Callable[..., Floats]:
 
 
 @pytest.fixture(scope="session")
+def ragged() -> Callable[..., Floats]:
+    """Logits [B, 1 + n, V] of rows of unequal `lengths`, prefilled together and padded, then of n tokens decoded."""
+
+    def run(session: Session, ids: Ids, lengths: Sequence[int], decoded: int) -> Floats:
+        past, longest = np.array(lengths), max(lengths)
+        cache = session.allocate_cache(len(lengths), longest + decoded)
+        padded = np.where(np.arange(longest) < past[:, None], ids[:, :longest], 0)
+        steps = [session.prefill(cache, padded, np.zeros_like(past), past[:, None] - 1, past).copy()]
+        for step in range(decoded):
+            chosen = np.take_along_axis(ids, (past + step)[:, None], 1)
+            steps.append(session.decode(cache, chosen, past + step).copy())
+        return np.concatenate(steps, axis=1)
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def random_ids() -> Callable[..., Ids]:
     """Token ids [B, n] below `vocab_size`, the same at every call."""
 
@@ -98,3 +123,14 @@ def random_ids() -> Callable[..., Ids]:
         return np.random.default_rng(5).integers(0, vocab_size, (batch_size, length))
 
     return make
+
+
+@pytest.fixture
+def file_limit() -> Iterator[int]:
+    """A limit on file sizes, which writes run into as they do into a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    yield 4096
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 from collections.abc import Callable, Iterator
@@ -104,6 +105,17 @@ def test_tensor_of_another_size_is_refused(tmp_path: Path, content: bytes) -> No
 def test_tensor_that_is_never_written_is_missed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tensor 'a' was not written"):
         write_weights(tmp_path / "file", plan_layout({"a": ("int8", (2,))}), [])
+
+
+def test_full_disk_is_noticed_before_the_first_tensor_is_read(tmp_path: Path, file_limit: int) -> None:
+    def unread() -> Iterator[tuple[str, Iterator[memoryview]]]:
+        raise AssertionError("came to the tensors")
+        yield
+
+    layout = plan_layout({"a": ("int8", (file_limit,))})
+    with pytest.raises(OSError, match="File too large") as caught:
+        write_weights(tmp_path / "file", layout, unread())
+    assert caught.value.errno == errno.EFBIG
 
 
 def external_tensors(bundle: Bundle, graph: str) -> dict[str, tuple[onnx.TensorProto, dict[str, str]]]:

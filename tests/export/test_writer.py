@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -231,17 +230,6 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 def test_read_only_folder_is_one_clear_error(read_only: Path) -> None:
     with pytest.raises(PermissionError, match=r"cannot write here; choose another output.*read only'"):
         write(read_only / "out")
-
-
-@pytest.fixture
-def file_limit() -> Iterator[int]:
-    """A limit on file sizes, which writes run into as they do into a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    yield 4096
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_full_disk_leaves_nothing_and_says_where(tmp_path: Path, file_limit: int) -> None:
