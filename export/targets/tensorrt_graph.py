@@ -10,6 +10,7 @@ import onnx_ir as ir
 from kvgraph.export.contract import CONTEXT_LENGTH, Contract, GraphName, TensorSpec
 from kvgraph.export.passes.bind_capacity import bind_capacity
 from kvgraph.export.passes.lower_attention import lower_attention
+from kvgraph.export.passes.lower_dequantize import lower_dequantize
 from kvgraph.export.passes.slice_cache import slice_cache
 
 
@@ -33,7 +34,7 @@ class TensorRTGraph:
 
 
 def lower_for_tensorrt(path: Path, graph: GraphName, contract: Contract, capacity: int) -> TensorRTGraph:
-    """Slice the cache to the context in use, write out the attention that has no kernel, bind the capacity.
+    """Slice the cache to the context in use, write out what has no kernel, bind the capacity.
 
     Args:
         path: A canonical graph.
@@ -49,6 +50,7 @@ def lower_for_tensorrt(path: Path, graph: GraphName, contract: Contract, capacit
     _drop_other_outputs(model, {tensor.name for tensor in spec.outputs})
     sliced = slice_cache(model, contract)
     lower_attention(model)
+    lower_dequantize(model)
     bind_capacity(model, contract, capacity)
     context = (TensorSpec(CONTEXT_LENGTH, "int64", (1,)),) if sliced else ()
     operators = {node.name: node.op_type for node in model.graph if node.name}
