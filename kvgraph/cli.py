@@ -21,6 +21,7 @@ from kvgraph import __version__
 # Name and the line that `kvgraph --help` shows; written out here because importing a command may be slow.
 COMMANDS = {
     "export": "turn a checkpoint into a bundle: two ONNX graphs, their weights and a tokenizer",
+    "quantize": "quantize a bundle to INT8, FP8 and below, and measure what it costs",
     "build": "compile a bundle for a target: ONNX Runtime, TensorRT, TensorRT-RTX",
     "run": "generate text from a bundle",
     "compare": "compare a bundle with its checkpoint, or with another bundle, step by step",

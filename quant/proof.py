@@ -82,7 +82,8 @@ class WeightProof:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"worst_module": self.worst.module, **asdict(self)}
+        worst = {"module": self.worst.module, "graphs": self.worst.graphs, "snr_db": self.worst.snr_db}
+        return {"worst_module": worst, **asdict(self)}
 
 
 def prove_weights(

@@ -20,6 +20,7 @@ from kvgraph.export.contract import GRAPHS, GraphName, graph_file
 from kvgraph.export.weights_file import WEIGHTS_FILE, WeightLayout, WeightsWriter, plan_layout
 from kvgraph.export.writer import writing_directory
 from kvgraph.quant.bundle_weights import BundleWeights
+from kvgraph.quant.evaluation import evaluate_bundle
 from kvgraph.quant.plan import QuantizationPlan
 from kvgraph.quant.proof import prove_weights
 from kvgraph.quant.rewrite import dequantize_weight, quantize_inputs, quantize_tokens, relocate_weights
@@ -30,7 +31,12 @@ _PACKAGES = ("ml_dtypes", "numpy", "onnx", "onnx-ir")
 
 
 def quantize_bundle(
-    bundle: Bundle, plan: QuantizationPlan, output: str | Path, *, force: bool = False
+    bundle: Bundle,
+    plan: QuantizationPlan,
+    output: str | Path,
+    *,
+    evaluation: Path | None = None,
+    force: bool = False,
 ) -> Bundle:
     """Write the quantized bundle, read it back and prove its weights; nothing is left behind where that fails.
 
@@ -38,6 +44,7 @@ def quantize_bundle(
         bundle: A float bundle with weights.
         plan: From `parse_plan`, with what calibration added.
         output: The new bundle's directory.
+        evaluation: Text to measure both bundles on.
         force: Replace a bundle that is there.
 
     Returns:
@@ -66,7 +73,10 @@ def quantize_bundle(
             onnx.checker.check_model(str(directory / graph_file(graph)), full_check=True)
         described = _describe(directory, bundle, plan, jobs, layout, {WEIGHTS_FILE: sha256})
         proof = prove_weights(described, weights, choices, jobs)
-        quantization = {"source_digest": bundle.digest(), **proof.to_json()}
+        sizes = {"float": bundle.files[WEIGHTS_FILE].size, "quantized": layout.size}
+        quantization = {"source_digest": bundle.digest(), "size": sizes, **proof.to_json()}
+        if evaluation is not None:
+            quantization["evaluation"] = evaluate_bundle(bundle, described, evaluation).to_json()
         write_description(replace(described, quantization=quantization))
     return Bundle.open(output)
 
