@@ -112,7 +112,7 @@ def trace_model(
 ) -> TracedModel:
     """Trace both graphs; where there is a checkpoint, it is checked against the model first."""
     with fake_decoder(config, precision) as decoder:
-        weights = plan_weights(family(config.model_type), decoder)
+        weights = plan_weights(family(config.model_type), decoder, stream.names if stream else ())
     if stream is not None:
         # Outside of the fake tensors, among which what is read would have no values.
         stream.check(weights.shapes, weights.ignorable)

@@ -38,7 +38,8 @@ def inspect_checkpoint(
     config, stored = checkpoint.config, checkpoint.source.kind == "directory"
     dtype = _dtype(checkpoint, config, dtype)
     decoder = meta_decoder(config, dtype)
-    plan = plan_weights(family(config.model_type), decoder)
+    names = checkpoint.weights().names if stored else ()
+    plan = plan_weights(family(config.model_type), decoder, names)
     kinds = group_weights(_stored(checkpoint, plan) if stored else _planned(decoder))
     contract = decoder_contract(decoder)
     return Inspection(

@@ -75,7 +75,8 @@ class TorchSession:
         precision = Precision(getattr(torch, dtype), getattr(torch, residual_dtype or dtype))
         with torch.device("meta"):
             decoder = family(config.model_type).build(config, precision)
-        plan, stream = plan_weights(family(config.model_type), decoder), checkpoint.weights()
+        stream = checkpoint.weights()
+        plan = plan_weights(family(config.model_type), decoder, stream.names)
         stream.check(plan.shapes, plan.ignorable)
         check_tied(stream, plan)
         for name, module_name in [(graph_name(name), name) for name, _ in decoder.named_parameters()]:

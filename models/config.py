@@ -87,6 +87,8 @@ def read_common(
     tie_word_embeddings: bool = False,
     bos_token_id: int | None = None,
     eos_token_ids: tuple[int, ...] = (),
+    intermediate_size: int | None = None,
+    max_position_embeddings: int | None = None,
 ) -> dict[str, Any]:
     """The fields of `ModelConfig` from a config.json that spells them as Llama does.
 
@@ -96,6 +98,8 @@ def read_common(
         tie_word_embeddings: Likewise.
         bos_token_id: Likewise.
         eos_token_ids: Likewise.
+        intermediate_size: Likewise.
+        max_position_embeddings: Likewise.
 
     Raises:
         ValueError: A key is missing or malformed.
@@ -105,12 +109,12 @@ def read_common(
         "model_type": reader.text("model_type"),
         "vocab_size": reader.integer("vocab_size"),
         "hidden_size": reader.integer("hidden_size"),
-        "intermediate_size": reader.integer("intermediate_size"),
+        "intermediate_size": reader.integer("intermediate_size", default=intermediate_size),
         "num_hidden_layers": reader.integer("num_hidden_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": reader.integer("num_key_value_heads", default=heads),
         "head_dim": read_head_dim(reader),
-        "max_position_embeddings": reader.integer("max_position_embeddings"),
+        "max_position_embeddings": reader.integer("max_position_embeddings", default=max_position_embeddings),
         "hidden_act": reader.text("hidden_act", default=hidden_act),
         "tie_word_embeddings": reader.flag("tie_word_embeddings", default=tie_word_embeddings),
         "bos_token_id": read_bos_token_id(reader, default=bos_token_id),

@@ -28,8 +28,12 @@ HARMLESS_KEYS = frozenset(
         "unsloth_version",
         # Training, classification heads and the form of a library call's result.
         "attention_dropout",
+        "attn_pdrop",
+        "classifier_dropout",
+        "embd_pdrop",
         "finetuning_task",
         "gradient_checkpointing",
+        "hidden_dropout",
         "id2label",
         "initializer_range",
         "label2id",
@@ -40,6 +44,7 @@ HARMLESS_KEYS = frozenset(
         "output_scores",
         "prefix",
         "problem_type",
+        "resid_pdrop",
         "return_dict",
         "return_dict_in_generate",
         "task_specific_params",
@@ -58,6 +63,7 @@ HARMLESS_KEYS = frozenset(
         "max_sequence_length",
         "pad_token_id",
         "sep_token_id",
+        "unk_token_id",
         # Old files carry generation settings; generation_config.json replaced them.
         "bad_words_ids",
         "begin_suppress_tokens",

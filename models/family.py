@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from kvgraph.models.layers import Precision
 
 # model_type -> module, so that a family is imported when it is asked for.
-FAMILIES = {"llama": "kvgraph.models.families.llama"}
+FAMILIES = {
+    "llama": "kvgraph.models.families.llama",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,15 @@ class Family:
         config_from_hf: Reads config.json; refuses what it does not honour.
         build: The module with unset parameters, on the current default device.
         weight_names: Checkpoint tensor name -> what becomes of it.
+        base_prefix: What the names of all but the head begin with, which checkpoints of the model without its head
+            leave out.
     """
 
     model_type: str
     config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
     build: Callable[[ModelConfig, Precision], Decoder]
     weight_names: Callable[[ModelConfig], Mapping[str, Into]]
+    base_prefix: str = ""
 
 
 def family(model_type: str) -> Family:

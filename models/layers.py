@@ -72,10 +72,17 @@ class RMSNorm(nn.Module):
         return normed.to(self.out_dtype)
 
 
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
-    "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    # Three spellings of one formula.
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
     "relu": functional.relu,
 }
 
@@ -89,6 +96,23 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
     if name not in ACTIVATIONS:
         raise ValueError(f"hidden_act {name!r} is not known; known are {', '.join(sorted(ACTIVATIONS))}")
     return ACTIVATIONS[name]
+
+
+class MLP(nn.Module):
+    """down(act(up(x)))."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, hidden_act: str, bias: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.up_proj = Linear(hidden_size, intermediate_size, bias, dtype)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias, dtype)
+        self.act = activation(hidden_act)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, E] -> [B, S, E]."""
+        result: Tensor = self.down_proj(self.act(self.up_proj(x)))
+        return result
 
 
 class GatedMLP(nn.Module):
@@ -135,6 +159,7 @@ class Attention(nn.Module):
         super().__init__()
         size, heads = config.hidden_size, config.num_attention_heads
         self.head_dim = config.head_dim
+        self.kv_shape = (config.num_key_value_heads, config.head_dim)
         key_value_size = config.num_key_value_heads * self.head_dim
         self.q_proj = Linear(size, heads * self.head_dim, qkv_bias, dtype)
         self.k_proj = Linear(size, key_value_size, qkv_bias, dtype)

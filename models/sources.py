@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kvgraph.models.decoder import Decoder, graph_name
@@ -53,16 +53,24 @@ class WeightPlan:
         return self.dropped | self.tied.keys()
 
 
-def plan_weights(family: Family, decoder: Decoder) -> WeightPlan:
+def plan_weights(family: Family, decoder: Decoder, present: Collection[str] = ()) -> WeightPlan:
     """Match a family's name map with the parameters that a module really has.
 
     A name whose parameter the module lacks (a bias that the config rules out) is left out of the plan, so that a
     checkpoint that holds it is refused.
+
+    Args:
+        family: The architecture.
+        decoder: Its module.
+        present: Names in the checkpoint, which tell whether it has the family's `base_prefix`.
     """
     parameters = decoder.weights()
     modules = decoder.named_modules()
     linear = {graph_name(f"{name}.weight") for name, module in modules if isinstance(module, Linear)}
     names = family.weight_names(decoder.config)
+    prefix = family.base_prefix
+    if present and not any(name.startswith(prefix) for name in present):
+        names = {name.removeprefix(prefix): into for name, into in names.items()}
     sources: dict[str, WeightSource] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     dropped: set[str] = set()
