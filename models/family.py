@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # model_type -> module, so that a family is imported when it is asked for.
 FAMILIES = {
+    "gpt2": "kvgraph.models.families.gpt2",
     "llama": "kvgraph.models.families.llama",
 }
 
