@@ -19,6 +19,7 @@ FAMILIES = {
     "gpt2": "kvgraph.models.families.gpt2",
     "gpt_neox": "kvgraph.models.families.gpt_neox",
     "llama": "kvgraph.models.families.llama",
+    "phi": "kvgraph.models.families.phi",
 }
 
 
