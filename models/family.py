@@ -20,6 +20,7 @@ FAMILIES = {
     "gpt_neox": "kvgraph.models.families.gpt_neox",
     "llama": "kvgraph.models.families.llama",
     "phi": "kvgraph.models.families.phi",
+    "starcoder2": "kvgraph.models.families.starcoder2",
 }
 
 
