@@ -20,6 +20,7 @@ FAMILIES = {
     "gpt2": "kvgraph.models.families.gpt2",
     "gpt_neox": "kvgraph.models.families.gpt_neox",
     "llama": "kvgraph.models.families.llama",
+    "mpt": "kvgraph.models.families.mpt",
     "phi": "kvgraph.models.families.phi",
     "starcoder2": "kvgraph.models.families.starcoder2",
 }
