@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # model_type -> module, so that a family is imported when it is asked for.
 FAMILIES = {
     "bloom": "kvgraph.models.families.bloom",
+    "falcon": "kvgraph.models.families.falcon",
     "gpt2": "kvgraph.models.families.gpt2",
     "gpt_neox": "kvgraph.models.families.gpt_neox",
     "llama": "kvgraph.models.families.llama",
