@@ -23,6 +23,8 @@ FAMILIES = {
     "llama": "kvgraph.models.families.llama",
     "mpt": "kvgraph.models.families.mpt",
     "phi": "kvgraph.models.families.phi",
+    "post_norm_decoder": "kvgraph.models.families.post_norm_decoder",
+    "pre_norm_decoder": "kvgraph.models.families.pre_norm_decoder",
     "starcoder2": "kvgraph.models.families.starcoder2",
 }
 
