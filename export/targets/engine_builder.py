@@ -7,6 +7,7 @@ that names the node and the cause.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvgraph.export.contract import TensorSpec
@@ -15,7 +16,7 @@ from kvgraph.export.targets.profiles import Range
 from kvgraph.export.targets.tensorrt_graph import TensorRTGraph
 from kvgraph.export.targets.tensorrt_messages import describe_build_error, describe_parse_error
 from kvgraph.runtime.tensorrt_api import Builder, BuilderConfig, Network, Tensor, TensorRT
-from kvgraph.runtime.tensorrt_module import collect_messages, dtype_names
+from kvgraph.runtime.tensorrt_module import MessageLog, collect_messages, dtype_names
 
 
 def build_engine(
@@ -37,11 +38,7 @@ def build_engine(
         ValueError: The parsed network's inputs or outputs differ from the contract.
     """
     log = collect_messages(trt)
-
-    def failure(what: str, cause: str | None = None) -> RuntimeError:
-        cause = cause or describe_build_error(log, graph.operators)
-        return RuntimeError(f"{graph.path}: TensorRT {trt.__version__} {what}: {cause}")
-
+    failure = partial(_failure, trt, graph, log)
     try:
         builder = trt.Builder(log)
     except TypeError as error:  # the bindings' way to say that the library made no object
@@ -53,6 +50,7 @@ def build_engine(
         raise failure("does not parse the graph", describe_parse_error(parser, log))
     check_interface(trt, network, graph)
     allow_decomposition(trt, network)
+
     config = builder.create_builder_config()
     if compute_capabilities is not None and not _target(trt, config, compute_capabilities):
         raise failure("does not build for these compute capabilities")
@@ -64,6 +62,13 @@ def build_engine(
     if engine is None:
         raise failure("does not build the graph")
     return memoryview(engine)
+
+
+def _failure(
+    trt: TensorRT, graph: TensorRTGraph, log: MessageLog, what: str, cause: str | None = None
+) -> RuntimeError:
+    cause = cause or describe_build_error(log, graph.operators)
+    return RuntimeError(f"{graph.path}: TensorRT {trt.__version__} {what}: {cause}")
 
 
 def allow_decomposition(trt: TensorRT, network: Network) -> None:

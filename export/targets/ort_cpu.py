@@ -16,7 +16,7 @@ import onnx_ir as ir
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.contract import GRAPHS, Contract, graph_file
 from kvgraph.export.passes.widen_bfloat16 import widen_bfloat16
-from kvgraph.export.targets.target_writer import new_target, write_target
+from kvgraph.export.targets.target_writer import BuiltTarget, new_target, require_weights, write_target
 from kvgraph.runtime.target import Target, TargetGraph
 
 ORT_CPU = "ort-cpu"
@@ -28,23 +28,18 @@ def build_ort_cpu(bundle: Bundle) -> Target:
     The caches of a bfloat16 bundle become float32 too; the contract in target.json says so.
 
     Raises:
-        ValueError: The bundle's graphs are not readable.
+        ValueError: The bundle has no weights.
     """
+    require_weights(bundle)
     started = time.monotonic()
     with new_target(bundle, ORT_CPU) as directory:
         for graph in GRAPHS:
             model = ir.load(bundle.graph_path(graph))
             widen_bfloat16(model)
             (directory / graph_file(graph)).write_bytes(ir.to_proto(model).SerializeToString())
-        write_target(
-            directory,
-            bundle,
-            ORT_CPU,
-            runtime_version=_onnxruntime_version(),
-            contract=widened_contract(bundle.contract),
-            graphs={graph: TargetGraph(graph_file(graph), graph, None, {}) for graph in GRAPHS},
-            build_time_s=time.monotonic() - started,
-        )
+        graphs = {graph: TargetGraph(graph_file(graph), graph, None, {}) for graph in GRAPHS}
+        built = BuiltTarget(_onnxruntime_version(), widened_contract(bundle.contract), graphs)
+        write_target(directory, bundle, ORT_CPU, built, time.monotonic() - started)
     return Target.open(bundle, ORT_CPU)
 
 

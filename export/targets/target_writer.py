@@ -6,12 +6,14 @@ import json
 import resource
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import kvgraph
 from kvgraph.export.bundle import Bundle, FileEntry, hash_file
 from kvgraph.export.contract import Contract, GraphName
+from kvgraph.export.weights_file import WEIGHTS_FILE
 from kvgraph.export.writer import writing_directory
 from kvgraph.runtime.target import TARGET_FILE, TARGET_SCHEMA_VERSION, Limits, Target, TargetGraph
 
@@ -21,20 +23,32 @@ def new_target(bundle: Bundle, name: str) -> AbstractContextManager[Path]:
     return writing_directory(bundle.target_path(name), TARGET_FILE, force=True)
 
 
-def write_target(
-    directory: Path,
-    bundle: Bundle,
-    name: str,
-    *,
-    runtime_version: str,
-    contract: Contract,
-    graphs: Mapping[GraphName, TargetGraph],
-    build_time_s: float,
-    compute_capabilities: tuple[int, ...] = (),
-    limits: Limits | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> None:
-    """Describe a filled directory in its target.json; the arguments are the fields of `Target`."""
+@dataclass(frozen=True, slots=True)
+class BuiltTarget:
+    """What a build knows of its result; the fields are those of `kvgraph.runtime.target.Target`."""
+
+    runtime_version: str
+    contract: Contract
+    graphs: Mapping[GraphName, TargetGraph]
+    compute_capabilities: tuple[int, ...] = ()
+    limits: Limits | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def require_weights(bundle: Bundle) -> None:
+    """Refuse a bundle of graphs alone.
+
+    Raises:
+        ValueError: The bundle has no weights.
+    """
+    if WEIGHTS_FILE not in bundle.files:
+        raise ValueError(
+            f"{bundle.path}: has graphs and no weights, nothing to build; export without --no-weights"
+        )
+
+
+def write_target(directory: Path, bundle: Bundle, name: str, built: BuiltTarget, build_time_s: float) -> None:
+    """Describe a filled directory in its target.json."""
     files = {
         file.name: FileEntry(file.stat().st_size, hash_file(file))
         for file in sorted(directory.iterdir())
@@ -45,13 +59,13 @@ def write_target(
         schema_version=TARGET_SCHEMA_VERSION,
         tool_version=kvgraph.__version__,
         name=name,
-        runtime_version=runtime_version,
-        compute_capabilities=compute_capabilities,
+        runtime_version=built.runtime_version,
+        compute_capabilities=built.compute_capabilities,
         bundle_digest=bundle.digest(),
-        contract=contract,
-        graphs=graphs,
-        limits=limits,
-        options=dict(options or {}),
+        contract=built.contract,
+        graphs=built.graphs,
+        limits=built.limits,
+        options=built.options,
         files=files,
         build_time_s=round(build_time_s, 3),
         # Linux counts it in KiB.

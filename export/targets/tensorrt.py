@@ -13,7 +13,7 @@ from kvgraph.export.bundle import Bundle
 from kvgraph.export.contract import GraphName
 from kvgraph.export.targets.engine_builder import build_engine
 from kvgraph.export.targets.profiles import choose_limits, profile_shapes
-from kvgraph.export.targets.target_writer import new_target, write_target
+from kvgraph.export.targets.target_writer import BuiltTarget, new_target, require_weights, write_target
 from kvgraph.export.targets.tensorrt_graph import bound_contract, lower_for_tensorrt
 from kvgraph.runtime.cuda import Cuda
 from kvgraph.runtime.target import Target, TargetGraph
@@ -68,6 +68,7 @@ def build_tensorrt(bundle: Bundle, flavour: str, options: TensorRTOptions | None
         RuntimeError: TensorRT does not build the graphs.
     """
     options = options or TensorRTOptions()
+    require_weights(bundle)
     limits = choose_limits(bundle.contract, options.max_batch, options.max_context, options.prefill_chunk)
     engines = _choose_engines(bundle, options.engines)
     trt = load_tensorrt(flavour)
@@ -77,24 +78,16 @@ def build_tensorrt(bundle: Bundle, flavour: str, options: TensorRTOptions | None
         graphs: dict[GraphName, TargetGraph] = {}
         for source, served in _ENGINES[engines].items():
             graph = lower_for_tensorrt(bundle.graph_path(source), source, bundle.contract, limits.max_context)
-            profiles = [profile_shapes(graph.inputs, runs, limits) for runs in served]
-            engine = build_engine(trt, graph, profiles, capabilities if flavour == "tensorrt-rtx" else None)
+            profiles = {runs: profile_shapes(graph.inputs, runs, limits) for runs in served}
+            chosen = capabilities if flavour == "tensorrt-rtx" else None
+            engine = build_engine(trt, graph, list(profiles.values()), chosen)
             file = f"{source}.engine" if engines == "two" else "model.engine"
             (directory / file).write_bytes(engine)
-            for index, (runs, shapes) in enumerate(zip(served, profiles, strict=True)):
+            for index, (runs, shapes) in enumerate(profiles.items()):
                 graphs[runs] = TargetGraph(file, source, index, shapes)
-        write_target(
-            directory,
-            bundle,
-            flavour,
-            runtime_version=trt.__version__,
-            compute_capabilities=capabilities,
-            contract=bound_contract(bundle.contract, limits.max_context),
-            graphs=graphs,
-            limits=limits,
-            options={"engines": engines},
-            build_time_s=time.monotonic() - started,
-        )
+        contract = bound_contract(bundle.contract, limits.max_context)
+        built = BuiltTarget(trt.__version__, contract, graphs, capabilities, limits, {"engines": engines})
+        write_target(directory, bundle, flavour, built, time.monotonic() - started)
     return Target.open(bundle, flavour)
 
 
@@ -129,7 +122,7 @@ def _capabilities(
                 "--compute-capability is for TensorRT-RTX: TensorRT builds for the GPU of the machine it builds on; "
                 "leave the flag out, or build with --target tensorrt-rtx"
             )
-        found = (Cuda().compute_capability,)
+        found = (_device_capability(),)
         _refuse_turing(bundle, found)
         return found
     known = sorted(
@@ -145,6 +138,16 @@ def _capabilities(
         )
     _refuse_turing(bundle, asked)
     return tuple(dict.fromkeys(asked))
+
+
+def _device_capability() -> int:
+    try:
+        return Cuda().compute_capability
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"TensorRT builds on the GPU that it builds for, and this machine offers none ({error}); "
+            "--target tensorrt-rtx builds without one"
+        ) from error
 
 
 def _refuse_turing(bundle: Bundle, capabilities: Sequence[int]) -> None:

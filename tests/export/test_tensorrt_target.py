@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -196,6 +197,46 @@ def test_turing_is_refused_before_any_work(bundle: Bundle, dtype: str, reason: s
 def test_unknown_gpu_is_refused_with_those_that_are_known(bundle: Bundle) -> None:
     with pytest.raises(ValueError, match="builds for 75, 80, 86, 89, 120, 121; data-centre GPUs such as 90"):
         build_tensorrt(bundle, "tensorrt-rtx", TensorRTOptions(compute_capabilities=(90,)))
+
+
+def test_tensorrt_builds_for_the_gpu_it_finds(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The two flavours have one API, so the one that is here can stand in for the other.
+    monkeypatch.setattr(
+        "kvgraph.export.targets.tensorrt.load_tensorrt", lambda flavour: load_tensorrt("tensorrt-rtx")
+    )
+    monkeypatch.setattr(
+        "kvgraph.export.targets.tensorrt.Cuda", lambda: SimpleNamespace(compute_capability=90)
+    )
+    target = build_tensorrt(bundle, "tensorrt")
+    assert (target.name, target.compute_capabilities) == ("tensorrt", (90,))
+    with pytest.raises(ValueError, match="--compute-capability is for TensorRT-RTX"):
+        build_tensorrt(bundle, "tensorrt", ADA)
+
+
+def test_tensorrt_without_a_gpu_names_the_flavour_that_needs_none(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_device() -> None:
+        raise RuntimeError("cudaSetDevice failed")
+
+    monkeypatch.setattr(
+        "kvgraph.export.targets.tensorrt.load_tensorrt", lambda flavour: load_tensorrt("tensorrt-rtx")
+    )
+    monkeypatch.setattr("kvgraph.export.targets.tensorrt.Cuda", no_device)
+    with pytest.raises(
+        RuntimeError, match=r"offers none \(cudaSetDevice failed\); --target tensorrt-rtx builds without"
+    ):
+        build_tensorrt(bundle, "tensorrt")
+
+
+def test_a_bundle_without_weights_is_refused(bundle: Bundle) -> None:
+    bare = replace(
+        bundle, files={name: entry for name, entry in bundle.files.items() if "weights" not in name}
+    )
+    with pytest.raises(
+        ValueError, match="has graphs and no weights, nothing to build; export without --no-weights"
+    ):
+        build_tensorrt(bare, "tensorrt-rtx", ADA)
 
 
 def test_a_failed_build_leaves_the_earlier_target(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
