@@ -25,7 +25,9 @@ def load_cuda_runtime() -> Any:
     try:
         return importlib.import_module("cuda.bindings.runtime")
     except ImportError as error:
-        raise ImportError("running TensorRT needs cuda-python; install kvgraph[tensorrt]") from error
+        raise ImportError(
+            "running an engine needs cuda-python (cuda.bindings); install cuda-python"
+        ) from error
 
 
 class DeviceBuffer:
@@ -82,13 +84,16 @@ class Cuda:
 
     Raises:
         ImportError: cuda-python is not installed.
-        RuntimeError: There is no such device.
+        RuntimeError: There is no such device, or no driver for it.
     """
 
     def __init__(self, device: int = 0, runtime: Any = None) -> None:
         self._runtime = load_cuda_runtime() if runtime is None else runtime
         self.device = device
-        self.call("cudaSetDevice", device)
+        try:
+            self.call("cudaSetDevice", device)
+        except RuntimeError as error:
+            raise RuntimeError(f"no NVIDIA GPU {device} that CUDA can use: {error}") from error
         # Not the default stream: that one cannot be captured.
         self.stream: Any = self.call("cudaStreamCreate")
 

@@ -48,9 +48,10 @@ def test_memory_is_freed_with_its_last_view(cuda: Cuda, gpu: Any) -> None:
 
 
 def test_a_failed_call_is_named(gpu: Any) -> None:
-    with pytest.raises(
-        RuntimeError, match=r"cudaSetDevice failed on device 3: invalid device ordinal \(CUDA error 101\)"
-    ):
+    message = (
+        r"no NVIDIA GPU 3 that CUDA can use: cudaSetDevice failed on device 3: invalid .* \(CUDA error 101\)"
+    )
+    with pytest.raises(RuntimeError, match=message):
         Cuda(3, gpu)
 
 
@@ -75,9 +76,9 @@ def test_compute_capability_is_one_number(cuda: Cuda) -> None:
     assert cuda.compute_capability == 89
 
 
-def test_without_cuda_python_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cuda_python_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
-    with pytest.raises(ImportError, match=r"needs cuda-python; install kvgraph\[tensorrt\]"):
+    with pytest.raises(ImportError, match=r"needs cuda-python .* install cuda-python"):
         load_cuda_runtime()
 
 
