@@ -81,4 +81,5 @@ class ParallelLayer(DecoderLayer):
         attended, key, value = self.self_attn(normed, past_length, past_key, past_value, *shared)
         second = self.post_attention_layernorm
         fed_forward = self.mlp(normed if second is None else second(hidden_states))
-        return hidden_states + (attended + fed_forward).to(hidden_states.dtype), key, value
+        stream = hidden_states.dtype
+        return hidden_states + attended.to(stream) + fed_forward.to(stream), key, value
