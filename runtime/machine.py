@@ -17,6 +17,8 @@ _MIB = 1 << 20
 _SMALLEST_BUFFER = 256 * _MIB
 _STATUS = Path("/proc/self/status")
 _ROLLUP = Path("/proc/self/smaps_rollup")
+# With these, products of bytes are summed in 32 bits.
+_EXACT_INT8 = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +123,24 @@ def read_bandwidth(threads: int, buffer_bytes: int | None = None, repetitions: i
     return buffer.nbytes / best_s
 
 
+def int8_products_saturate() -> bool:
+    """Whether products of unsigned and signed bytes may saturate: on x86 without VNNI, or where that is not known."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    found = re.search(r"^flags\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
+    return found is None or _EXACT_INT8.isdisjoint(found[1].split())
+
+
 def _cpu_model() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    found = re.search(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
     return found[1] if found is not None else platform.processor() or platform.machine()
+
+
+def _cpuinfo() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def _memory_bytes() -> int:

@@ -176,6 +176,11 @@ class OrtSession:
                     f"{bundle.path}: the graphs are bfloat16, which ONNX Runtime does not compute on a CPU; "
                     f"run kvgraph build {bundle.path} --target ort-cpu, then use that target"
                 )
+            if own_graphs and any(entry["dtype"] == "float4_e2m1" for entry in bundle.weights.values()):
+                raise ValueError(
+                    f"{bundle.path}: the weights are 4-bit floats, which ONNX Runtime does not have on a CPU; "
+                    f"run kvgraph build {bundle.path} --target ort-cpu, then use that target"
+                )
         elif any(tensor.form == "delta" for tensor in self._contract.state):
             raise ValueError(
                 f"{bundle.path}: the cache is {', '.join(sorted(dtypes))} in delta form, which this runtime writes on "

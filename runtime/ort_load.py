@@ -9,6 +9,7 @@ from typing import Any
 
 from kvgraph.export.contract import GraphSpec, TensorSpec
 from kvgraph.runtime.element_types import element_type
+from kvgraph.runtime.machine import int8_products_saturate
 
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
@@ -83,6 +84,9 @@ def session_options(threads: int | None, mapped_weights: bool) -> Any:
         options.intra_op_num_threads = threads
     if mapped_weights:
         options.add_session_config_entry("session.disable_prepacking", "1")
+    if int8_products_saturate():
+        # Else INT8 activations become UINT8, and their kernels add pairs of products in 16 bits.
+        options.add_session_config_entry("session.qdqisint8allowed", "1")
     return options
 
 

@@ -7,6 +7,7 @@ several hundred: an error of that size is one rounding of the outlier.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -40,6 +41,7 @@ BANDS = {
         Band("float16", 1e-3, 2e-2, "weights, activations and cache rounded to 11 bits, 5e-4 an operation"),
         Band("bfloat16", 8e-3, 1.5e-1, "weights, activations and cache rounded to 8 bits, 4e-3 an operation"),
         Band("int8", 8e-3, 2.5e-1, "values rounded to 255 levels of the largest of their channel or tensor"),
+        Band("int4", 8e-3, 6e-1, "weights rounded to 16 levels of the largest of their block or channel"),
     )
 }
 
@@ -48,7 +50,13 @@ def band_for(*dtypes: str) -> Band:
     """The band of the coarsest of the element types that two sessions compute with.
 
     Args:
-        dtypes: As the contract spells them; 8-bit floats and what is narrower count as int8.
+        dtypes: As the contract spells them; other types count as int8 or, if they have 4 bits, as int4.
     """
     order = list(BANDS)
-    return BANDS[max((name if name in BANDS else "int8" for name in dtypes), key=order.index)]
+    return BANDS[max((_band_name(name) for name in dtypes), key=order.index)]
+
+
+def _band_name(dtype: str) -> str:
+    if dtype in BANDS:
+        return dtype
+    return "int4" if re.match(r"[a-z]*4(?!\d)", dtype) else "int8"

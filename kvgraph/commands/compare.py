@@ -163,8 +163,14 @@ def _band(candidate: Session, *bundles: Bundle) -> Band:
     """The band of the coarsest type that takes part."""
     from kvgraph.runtime.parity_bands import band_for
 
-    quantized = ["int8" for bundle in bundles if bundle.recipe is not None]
-    return band_for(candidate.info.dtype, *(bundle.dtype for bundle in bundles), *quantized)
+    formats = [
+        scheme["format"]
+        for bundle in bundles
+        if bundle.quantization is not None
+        for module in bundle.quantization["modules"]
+        for scheme in (module["weight"], *module["activations"].values())
+    ]
+    return band_for(candidate.info.dtype, *(bundle.dtype for bundle in bundles), *formats)
 
 
 def _sequences(

@@ -82,3 +82,26 @@ def test_machine_is_described() -> None:
     assert 1 <= found.cores <= (os.cpu_count() or 1)
     assert found.memory_bytes > 100 * MIB
     assert found.numpy == np.__version__
+
+
+@pytest.mark.parametrize(
+    ("flags", "saturates"),
+    [
+        ("fpu avx2", True),
+        ("fpu avx2 avx_vnni", False),
+        ("avx512_vnni", False),
+        ("amx_int8", False),
+        (None, True),
+    ],
+)
+def test_int8_products_saturate_on_x86_without_vnni(
+    monkeypatch: pytest.MonkeyPatch, flags: str | None, saturates: bool
+) -> None:
+    monkeypatch.setattr(machine.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(machine, "_cpuinfo", lambda: "" if flags is None else f"flags\t\t: {flags}\n")
+    assert machine.int8_products_saturate() is saturates
+
+
+def test_int8_products_are_exact_on_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.platform, "machine", lambda: "aarch64")
+    assert not machine.int8_products_saturate()

@@ -240,6 +240,9 @@ class TestMetrics:
         assert band_for("float32", "float32").name == "float32"
         assert band_for("float32", "bfloat16", "float16").name == "bfloat16"
         assert band_for("float16", "float8e4m3fn").name == "int8"
+        assert band_for("float32", "float8_e4m3fn", "float4_e2m1").name == "int4"
+        assert band_for("uint4", "int8").name == "int4"
+        assert band_for("int8", "int64").name == "int8"
 
     def test_a_tolerance_follows_outliers(self):
         assert BAND.tolerance(1.0) == 1e-4
