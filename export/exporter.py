@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -95,8 +94,7 @@ def export_checkpoint(
         hashes = {}
         if stream is not None:
             hashes[WEIGHTS_FILE] = _write_weights(directory / WEIGHTS_FILE, stream, traced, layout)
-        for file in checkpoint.tokenizer_files():
-            shutil.copyfile(file, directory / file.name)
+        checkpoint.write_tokenizer(directory)
         _check_graphs(directory, layout)
         bundle = _describe(directory, checkpoint, config, traced, dtype, residual_dtype, hashes)
         text = json.dumps(bundle.to_json(), indent=1, ensure_ascii=False)

@@ -27,16 +27,16 @@ def inspect_checkpoint(
 ) -> Inspection:
     """Look into a checkpoint, see `kvgraph.export.inspect.inspect`.
 
-    The weights of a directory are those that its files hold, checked against the model. Of a bare config.json and of
-    a hub checkpoint, whose weights are not fetched, they are those that an export would write.
+    The weights of a directory or GGUF file are those that it holds, checked against the model. Of a bare config.json
+    and of a hub checkpoint, whose weights are not fetched, they are those that an export would write.
 
     Raises:
         ValueError: The checkpoint is damaged or not known, or an argument is out of its range.
         OSError: It cannot be read or fetched.
     """
     checkpoint = open_checkpoint(source, revision, weights=False)
-    config, stored = checkpoint.config, checkpoint.source.kind == "directory"
-    dtype = _dtype(checkpoint, config, dtype)
+    config, stored = checkpoint.config, checkpoint.source.kind in ("directory", "gguf")
+    dtype = _dtype(checkpoint, config, dtype, stored)
     decoder = meta_decoder(config, dtype)
     names = checkpoint.weights().names if stored else ()
     plan = plan_weights(family(config.model_type), decoder, names)
@@ -54,7 +54,7 @@ def inspect_checkpoint(
         cache=size_cache(contract, batch_size, context),
         contract=group_contract(contract),
         operators=None,
-        files=_files(checkpoint),
+        files=checkpoint.files(),
         targets=(),
         recipe=None,
         source={**asdict(checkpoint.source), "digest": checkpoint.digest(weights=stored)},
@@ -69,14 +69,12 @@ def meta_decoder(config: ModelConfig, dtype: str) -> Decoder:
         return family(config.model_type).build(config, Precision(torch_dtype, torch_dtype))
 
 
-def _dtype(checkpoint: Checkpoint, config: ModelConfig, asked: str | None) -> str:
+def _dtype(checkpoint: Checkpoint, config: ModelConfig, asked: str | None, stored: bool) -> str:
     if asked is not None:
         if asked not in DTYPES:
             raise ValueError(f"dtype is {asked!r}, expected one of {', '.join(DTYPES)}")
         return asked
-    if checkpoint.source.kind != "directory":
-        return config.dtype or _ASSUMED_DTYPE
-    return checkpoint.dtype()
+    return checkpoint.dtype() if stored else config.dtype or _ASSUMED_DTYPE
 
 
 def _stored(checkpoint: Checkpoint, plan: WeightPlan) -> Iterator[Weight]:
@@ -98,10 +96,3 @@ def _planned(decoder: Decoder) -> Iterator[Weight]:
     for name, parameter in decoder.weights().items():
         dtype = str(parameter.dtype).removeprefix("torch.")
         yield Weight(name, part_of(name), dtype, tuple(parameter.shape))
-
-
-def _files(checkpoint: Checkpoint) -> dict[str, int]:
-    if checkpoint.source.kind == "config":
-        return {checkpoint.config_file.name: checkpoint.config_file.stat().st_size}
-    entries = sorted(checkpoint.directory.iterdir())
-    return {entry.name: entry.stat().st_size for entry in entries if entry.is_file() and entry.name[0] != "."}

@@ -85,7 +85,7 @@ class TorchSession:
             rows = torch.cat(list(weight_pieces(stream, name, plan.sources[name], unset.dtype)))
             setattr(decoder.get_submodule(owner), attribute, nn.Parameter(rows.view(unset.shape), False))
         decoder.requires_grad_(False)
-        return cls(decoder, str(checkpoint.directory))
+        return cls(decoder, checkpoint.source.name)
 
     @property
     def contract(self) -> Contract:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from kvgraph.models.config import DTYPES, ModelConfig
 from kvgraph.models.digest import sampled_digest
@@ -34,19 +35,63 @@ class CheckpointSource:
     """Where a checkpoint comes from.
 
     Attributes:
-        kind: "directory", "hub", or "config" for a bare config.json.
+        kind: "directory", "hub", "gguf", or "config" for a bare config.json.
         name: The path or hub id as it was given.
         revision: Commit of a hub checkpoint, else None.
     """
 
-    kind: Literal["directory", "hub", "config"]
+    kind: Literal["directory", "hub", "gguf", "config"]
     name: str
     revision: str | None = None
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether there is more than a configuration."""
+        return self.kind != "config"
+
+
+class Checkpoint(Protocol):
+    """An opened checkpoint of any format, described as Hugging Face describes its own."""
+
+    @property
+    def source(self) -> CheckpointSource:
+        """Where it comes from."""
+
+    @property
+    def config_json(self) -> dict[str, Any]:
+        """The content of config.json."""
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        """The content of generation_config.json, or {} without one."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """What the model is."""
+
+    def weights(self) -> WeightStream:
+        """The weights, with every header checked."""
+
+    def dtype(self) -> str:
+        """Type to load the weights in."""
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is a tokenizer to carry along."""
+
+    def write_tokenizer(self, directory: Path) -> None:
+        """Write generation_config.json, tokenizer.json and what goes with it, as far as there are any."""
+
+    def files(self) -> dict[str, int]:
+        """Name and size of every file that it consists of."""
+
+    def digest(self, *, weights: bool = True) -> str:
+        """SHA-256 that identifies it, of its configuration alone where `weights` is off."""
+
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """An opened checkpoint; nothing but its small JSON files is in memory.
+class HuggingFaceCheckpoint:
+    """A directory as Hugging Face lays it out; nothing but its small JSON files is in memory.
 
     Attributes:
         directory: Where its files are.
@@ -78,7 +123,7 @@ class Checkpoint:
             FileNotFoundError: A file of the weights is missing.
             ValueError: A file is damaged, or this is a bare config.json.
         """
-        if self.source.kind == "config":
+        if not self.source.has_weights:
             raise ValueError(f"{self.config_file} is a configuration alone; give the checkpoint's directory")
         return WeightStream(self.directory)
 
@@ -90,7 +135,7 @@ class Checkpoint:
         """
         if (said := self.config.dtype) is not None:
             return said
-        if self.source.kind != "config":
+        if self.source.has_weights:
             weights = self.weights()
             for name in weights.names:
                 stored = str(weights.spec(name).dtype).removeprefix("torch.")
@@ -104,7 +149,7 @@ class Checkpoint:
         Vocabularies in other formats (tokenizer.model, vocab.json with merges.txt) are not carried, nor is what
         goes with them; see `has_tokenizer`.
         """
-        if self.source.kind == "config":
+        if not self.source.has_weights:
             return []
         names = CARRIED_FILES if self.has_tokenizer else (GENERATION_CONFIG_FILE,)
         return [self.directory / name for name in names if (self.directory / name).is_file()]
@@ -112,7 +157,21 @@ class Checkpoint:
     @property
     def has_tokenizer(self) -> bool:
         """Whether there is a tokenizer.json to carry along."""
-        return self.source.kind != "config" and (self.directory / TOKENIZER_FILE).is_file()
+        return self.source.has_weights and (self.directory / TOKENIZER_FILE).is_file()
+
+    def write_tokenizer(self, directory: Path) -> None:
+        """Copy `tokenizer_files` into a directory."""
+        for file in self.tokenizer_files():
+            shutil.copyfile(file, directory / file.name)
+
+    def files(self) -> dict[str, int]:
+        """Name and size of every file but hidden ones; of a bare config.json its own."""
+        if not self.source.has_weights:
+            return {self.config_file.name: self.config_file.stat().st_size}
+        entries = sorted(self.directory.iterdir())
+        return {
+            entry.name: entry.stat().st_size for entry in entries if entry.is_file() and entry.name[0] != "."
+        }
 
     def digest(self, *, weights: bool = True) -> str:
         """SHA-256 that identifies the checkpoint; samples large weights, see `kvgraph.models.digest`.
@@ -124,23 +183,24 @@ class Checkpoint:
             FileNotFoundError: A file of the weights is missing.
             ValueError: A file of the weights is damaged.
         """
-        covered = weights and self.source.kind != "config"
+        covered = weights and self.source.has_weights
         tensors = stored_tensors(self.directory).values() if covered else ()
         return sampled_digest([self.config_file, *self.tokenizer_files()], tensors)
 
 
 def open_checkpoint(source: str | Path, revision: str | None = None, *, weights: bool = True) -> Checkpoint:
-    """Open a checkpoint directory, a hub checkpoint, or a bare config.json.
+    """Open a checkpoint directory, a GGUF file, a hub checkpoint, or a bare config.json.
 
     Args:
-        source: Path of a directory or a config.json, or else a hub id.
+        source: Path of a directory, of a GGUF file (the first of several) or of a config.json, or else a hub id.
         revision: Branch, tag or commit of a hub checkpoint.
         weights: Whether to fetch a hub checkpoint's weights, too.
 
     Raises:
         FileNotFoundError: There is no such path, or no config.json in it.
         OSError: Fetching from the hub failed.
-        ValueError: A JSON file is malformed, or `source` is another kind of file.
+        ImportError: `source` is a GGUF file, and the gguf package is not installed.
+        ValueError: A JSON or GGUF file is malformed, or `source` is another kind of file.
     """
     path = Path(source)
     if path.exists():
@@ -149,7 +209,7 @@ def open_checkpoint(source: str | Path, revision: str | None = None, *, weights:
                 f"revision {revision!r} is for hub checkpoints, but {path} is on disk; leave it out"
             )
         return (
-            _open_file(path)
+            _open_file(path, str(source))
             if path.is_file()
             else _open_directory(path, CheckpointSource("directory", str(source)))
         )
@@ -159,19 +219,33 @@ def open_checkpoint(source: str | Path, revision: str | None = None, *, weights:
     return _open_directory(directory, CheckpointSource("hub", source, commit))
 
 
-def _open_directory(directory: Path, source: CheckpointSource) -> Checkpoint:
+def _open_directory(directory: Path, source: CheckpointSource) -> HuggingFaceCheckpoint:
     config = directory / CONFIG_FILE
     if not config.is_file():
         raise FileNotFoundError(f"{directory}: no {CONFIG_FILE}; expected a Hugging Face checkpoint")
     generation = directory / GENERATION_CONFIG_FILE
     generation_config = read_json_object(generation) if generation.is_file() else {}
-    return Checkpoint(directory, read_json_object(config), generation_config, source, config)
+    return HuggingFaceCheckpoint(directory, read_json_object(config), generation_config, source, config)
 
 
-def _open_file(path: Path) -> Checkpoint:
+def _open_file(path: Path, name: str) -> Checkpoint:
+    if path.suffix == ".gguf":
+        return _open_gguf(path, CheckpointSource("gguf", name))
     if path.suffix != ".json":
-        raise ValueError(f"{path} is a file; give the directory of a checkpoint, or a config.json")
-    return Checkpoint(path.parent, read_json_object(path), {}, CheckpointSource("config", str(path)), path)
+        raise ValueError(
+            f"{path} is a file; give the directory of a checkpoint, a GGUF file, or a config.json"
+        )
+    source = CheckpointSource("config", name)
+    return HuggingFaceCheckpoint(path.parent, read_json_object(path), {}, source, path)
+
+
+def _open_gguf(path: Path, source: CheckpointSource) -> Checkpoint:
+    # Imported here since most checkpoints do without the gguf package.
+    try:
+        from kvgraph.models.gguf_checkpoint import open_gguf
+    except ImportError as error:
+        raise ImportError(f"reading {path} needs gguf; pip install 'kvgraph[export]'") from error
+    return open_gguf(path, source)
 
 
 def _looks_like_a_path(text: str) -> bool:

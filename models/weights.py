@@ -10,8 +10,11 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvgraph.models.safetensors_file import StoredTensor
 from kvgraph.models.shards import stored_tensors
@@ -39,7 +42,7 @@ READABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """What is known of a weight without reading it."""
+    """What is known of a weight without reading it; its name is that in the file."""
 
     name: str
     dtype: torch.dtype
@@ -52,23 +55,74 @@ class WeightSpec:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class WeightStream:
-    """The weights of a checkpoint directory: their names and shapes at once, their values on request."""
+class StoredWeight(Protocol):
+    """A weight where it lies, whatever the format of the file."""
 
-    def __init__(self, directory: Path) -> None:
+    @property
+    def spec(self) -> WeightSpec:
+        """What is known of it without reading it."""
+
+    def read_rows(self, start: int, stop: int) -> torch.Tensor:
+        """Rows `start` to `stop` of it, which are known to be there, in the type that `spec` names."""
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsWeight:
+    """A weight in a safetensors file.
+
+    Attributes:
+        stored: Where it lies.
+    """
+
+    stored: StoredTensor
+
+    @property
+    def spec(self) -> WeightSpec:
+        """See `StoredWeight.spec`."""
+        stored = self.stored
+        return WeightSpec(stored.name, TORCH_DTYPES[stored.dtype], stored.shape, stored.file)
+
+    def read_rows(self, start: int, stop: int) -> torch.Tensor:
+        """See `StoredWeight.read_rows`."""
+        spec = self.spec
+        row_bytes = spec.nbytes // max(spec.shape[0], 1)
+        raw = torch.empty((stop - start) * row_bytes, dtype=torch.uint8)
+        read_bytes(raw.numpy(), spec.file, self.stored.offset + start * row_bytes, spec.name)
+        return raw.view(spec.dtype).view(stop - start, *spec.shape[1:])
+
+
+class WeightStream:
+    """The weights of a checkpoint: their names and shapes at once, their values on request."""
+
+    def __init__(
+        self,
+        source: Path,
+        weights: Mapping[str, StoredWeight] | None = None,
+        config_name: str = "config.json",
+    ) -> None:
         """Read and check the header of every file; no weight is read.
+
+        Args:
+            source: The checkpoint, to be named in errors.
+            weights: Name -> weight; None takes those of the safetensors files in the directory `source`.
+            config_name: What tells which weights there should be.
 
         Raises:
             FileNotFoundError: There are no safetensors files, or the index names one that is not there.
             ValueError: A file is damaged, or the files and the index contradict each other.
         """
-        self._directory = directory
-        self._tensors = stored_tensors(directory)
+        self._source = source
+        self._config_name = config_name
+        self._weights: Mapping[str, StoredWeight] = (
+            {name: SafetensorsWeight(stored) for name, stored in stored_tensors(source).items()}
+            if weights is None
+            else weights
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
         """Every tensor, file by file in the order of the data."""
-        return tuple(self._tensors)
+        return tuple(self._weights)
 
     def spec(self, name: str) -> WeightSpec:
         """Type, shape and file of a tensor.
@@ -76,8 +130,7 @@ class WeightStream:
         Raises:
             ValueError: There is no such tensor.
         """
-        stored = self._stored(name)
-        return WeightSpec(name, TORCH_DTYPES[stored.dtype], stored.shape, stored.file)
+        return self._weight(name).spec
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows `start` to `stop` of a tensor along its first axis, [stop - start, ...], in the stored type.
@@ -88,18 +141,15 @@ class WeightStream:
             ValueError: There is no such tensor or row, its type is not one of `READABLE_DTYPES`, the file has
                 become shorter, or a value is NaN or infinite.
         """
-        spec, stored = self.spec(name), self._stored(name)
+        weight = self._weight(name)
+        spec = weight.spec
         if spec.dtype not in READABLE_DTYPES:
             raise ValueError(_unreadable(spec))
         if not spec.shape or not 0 <= start <= stop <= spec.shape[0]:
             raise ValueError(
-                f"{spec.file}: rows {start} to {stop} of {name!r}, whose shape is {list(spec.shape)}"
+                f"{spec.file}: rows {start} to {stop} of {spec.name!r}, whose shape is {list(spec.shape)}"
             )
-        shape = (stop - start, *spec.shape[1:])
-        row_bytes = spec.nbytes // max(spec.shape[0], 1)
-        raw = torch.empty((stop - start) * row_bytes, dtype=torch.uint8)
-        _read_into(raw, stored, start * row_bytes)
-        rows = raw.view(spec.dtype).view(shape)
+        rows = weight.read_rows(start, stop)
         _require_finite(rows, spec, start)
         return rows
 
@@ -113,43 +163,54 @@ class WeightStream:
         Raises:
             ValueError: A weight is missing, not expected, of another shape or of an unreadable type.
         """
-        missing = [name for name in expected if name not in self._tensors]
+        config = self._config_name
+        missing = [name for name in expected if name not in self._weights]
         if missing:
-            raise ValueError(f"{self._directory}: {_listed(missing, 'missing')}; config.json asks for them")
-        unexpected = [name for name in self._tensors if name not in expected and name not in dropped]
+            raise ValueError(f"{self._source}: {_listed(missing, 'missing')}; {config} asks for them")
+        unexpected = [name for name in self._weights if name not in expected and name not in dropped]
         if unexpected:
-            file = self._tensors[unexpected[0]].file
+            file = self.spec(unexpected[0]).file
             raise ValueError(
-                f"{file}: {_listed(unexpected, 'not expected')}; the model that config.json describes has no use for "
-                "them, so part of it is not implemented or config.json belongs to another model"
+                f"{file}: {_listed(unexpected, 'not expected')}; the model that {config} describes has no use for "
+                f"them, so part of it is not implemented or {config} belongs to another model"
             )
         for name, shape in expected.items():
             spec = self.spec(name)
             if spec.shape != tuple(shape):
                 raise ValueError(
-                    f"{spec.file}: weight {name!r} has shape {list(spec.shape)}, config.json says {list(shape)}"
+                    f"{spec.file}: weight {spec.name!r} has shape {list(spec.shape)}, {config} says {list(shape)}"
                 )
             if spec.dtype not in READABLE_DTYPES:
                 raise ValueError(_unreadable(spec))
 
-    def _stored(self, name: str) -> StoredTensor:
-        if name not in self._tensors:
-            raise ValueError(f"{self._directory}: no weight {name!r} among {len(self._tensors)}")
-        return self._tensors[name]
+    def _weight(self, name: str) -> StoredWeight:
+        if name not in self._weights:
+            raise ValueError(f"{self._source}: no weight {name!r} among {len(self._weights)}")
+        return self._weights[name]
 
 
-def _read_into(raw: torch.Tensor, stored: StoredTensor, skip: int) -> None:
-    """Fill `raw` from the bytes of a tensor, leaving out the first `skip`."""
-    view = raw.numpy().data
+def read_bytes(raw: NDArray[np.uint8], file: Path, offset: int, name: str) -> None:
+    """Fill `raw` from the bytes of a file.
+
+    Args:
+        raw: Contiguous.
+        file: The file.
+        offset: First byte, counted from its start.
+        name: The weight that they belong to.
+
+    Raises:
+        ValueError: The file ends before.
+    """
+    view = raw.data
     filled = 0
-    with stored.file.open("rb", buffering=0) as file:
-        file.seek(stored.offset + skip)
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(offset)
         # One call returns at most 2 GiB.
         while filled < len(view):
-            count = file.readinto(view[filled:])
+            count = stream.readinto(view[filled:])
             if not count:
                 raise ValueError(
-                    f"{stored.file}: ends inside weight {stored.name!r}; the file changed while it was being read"
+                    f"{file}: ends inside weight {name!r}; the file changed while it was being read"
                 )
             filled += count
 
