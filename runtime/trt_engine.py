@@ -132,6 +132,9 @@ class EngineGraph:
         if bound is None or bound[0]() is not cache or bound[1:] != (shapes, context_length):
             self._bind(cache, shapes, context_length)
         for name, buffer in self._inputs.items():
+            # The engine reads the bytes as they lie; kvgraph.runtime.checks has seen to both.
+            assert inputs[name].dtype == np.int64
+            assert inputs[name].flags.c_contiguous
             self._cuda.upload(inputs[name], buffer.address)
         self._execute()
         assert self._device_logits is not None  # _bind made both

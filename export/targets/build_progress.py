@@ -20,7 +20,7 @@ def show_progress(trt: TensorRT, config: BuilderConfig, label: str) -> Iterator[
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
             if parent_phase is None:
                 bar.reset(total=num_steps)
-            bar.set_postfix_str(phase_name.lower())
+            bar.set_postfix_str(phase_name.lower(), refresh=False)
 
         def step_complete(self, phase_name: str, step: int) -> bool:
             if phase_name == "Building engine":

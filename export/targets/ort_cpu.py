@@ -1,4 +1,4 @@
-"""`kvgraph build --target ort-cpu`: the bundle's graphs in types that ONNX Runtime computes on a CPU.
+"""`kvgraph build --target ort-cpu`: the bundle's graphs in operators and types that ONNX Runtime has on a CPU.
 
 The weights are not copied. The built graphs name `weights.safetensors` as if they lay beside it, for ONNX Runtime
 refuses external data outside of the folder it looks in; a session tells it that folder, the bundle, with
@@ -11,11 +11,9 @@ import time
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
-import onnx_ir as ir
-
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.contract import GRAPHS, Contract, graph_file
-from kvgraph.export.passes.widen_bfloat16 import widen_bfloat16
+from kvgraph.export.targets.ort_cpu_graph import lower_for_ort_cpu
 from kvgraph.export.targets.target_writer import BuiltTarget, new_target, require_weights, write_target
 from kvgraph.runtime.target import Target, TargetGraph
 
@@ -23,7 +21,7 @@ ORT_CPU = "ort-cpu"
 
 
 def build_ort_cpu(bundle: Bundle) -> Target:
-    """Write the bundle's graphs, bfloat16 widened to float32, to `targets/ort-cpu/`.
+    """Write the bundle's graphs, lowered by `lower_for_ort_cpu`, to `targets/ort-cpu/`.
 
     The caches of a bfloat16 bundle become float32 too; the contract in target.json says so.
 
@@ -33,10 +31,8 @@ def build_ort_cpu(bundle: Bundle) -> Target:
     require_weights(bundle)
     started = time.monotonic()
     with new_target(bundle, ORT_CPU) as directory:
-        for graph in GRAPHS:
-            model = ir.load(bundle.graph_path(graph))
-            widen_bfloat16(model)
-            (directory / graph_file(graph)).write_bytes(ir.to_proto(model).SerializeToString())
+        for graph, content in lower_for_ort_cpu(bundle).items():
+            (directory / graph_file(graph)).write_bytes(content)
         graphs = {graph: TargetGraph(graph_file(graph), graph, None, {}) for graph in GRAPHS}
         built = BuiltTarget(_onnxruntime_version(), widened_contract(bundle.contract), graphs)
         write_target(directory, bundle, ORT_CPU, built, time.monotonic() - started)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -11,13 +10,12 @@ import onnx
 
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.contract import GraphName
+from kvgraph.export.targets.compute_capabilities import choose_capabilities
 from kvgraph.export.targets.engine_builder import build_engine
 from kvgraph.export.targets.profiles import choose_limits, profile_shapes
 from kvgraph.export.targets.target_writer import BuiltTarget, new_target, require_weights, write_target
 from kvgraph.export.targets.tensorrt_graph import bound_contract, lower_for_tensorrt
-from kvgraph.runtime.cuda import Cuda
 from kvgraph.runtime.target import Target, TargetGraph
-from kvgraph.runtime.tensorrt_api import TensorRT
 from kvgraph.runtime.tensorrt_module import load_tensorrt
 
 Engines = Literal["one", "two"]
@@ -29,10 +27,6 @@ _ENGINES: dict[Engines, dict[GraphName, tuple[GraphName, ...]]] = {
     "one": {"prefill": ("decode", "prefill")},
     "two": {"prefill": ("prefill",), "decode": ("decode",)},
 }
-
-# Turing computes matrix products in float16 alone: TensorRT says "FP32 GEMM is not supported" there, and has no
-# bfloat16 below Ampere.
-_TURING = 75
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +66,7 @@ def build_tensorrt(bundle: Bundle, flavour: str, options: TensorRTOptions | None
     limits = choose_limits(bundle.contract, options.max_batch, options.max_context, options.prefill_chunk)
     engines = _choose_engines(bundle, options.engines)
     trt = load_tensorrt(flavour)
-    capabilities = _capabilities(trt, flavour, bundle, options.compute_capabilities)
+    capabilities = choose_capabilities(trt, flavour, bundle, options.compute_capabilities)
     started = time.monotonic()
     with new_target(bundle, flavour) as directory:
         graphs: dict[GraphName, TargetGraph] = {}
@@ -80,9 +74,9 @@ def build_tensorrt(bundle: Bundle, flavour: str, options: TensorRTOptions | None
             graph = lower_for_tensorrt(bundle.graph_path(source), source, bundle.contract, limits.max_context)
             profiles = {runs: profile_shapes(graph.inputs, runs, limits) for runs in served}
             chosen = capabilities if flavour == "tensorrt-rtx" else None
-            engine = build_engine(trt, graph, list(profiles.values()), chosen)
             file = f"{source}.engine" if engines == "two" else "model.engine"
-            (directory / file).write_bytes(engine)
+            # Without a name for it, the engine is freed before the next is built: it holds all the weights.
+            (directory / file).write_bytes(build_engine(trt, graph, list(profiles.values()), chosen))
             for index, (runs, shapes) in enumerate(profiles.items()):
                 graphs[runs] = TargetGraph(file, source, index, shapes)
         contract = bound_contract(bundle.contract, limits.max_context)
@@ -92,12 +86,13 @@ def build_tensorrt(bundle: Bundle, flavour: str, options: TensorRTOptions | None
 
 
 def _choose_engines(bundle: Bundle, asked: Engines | None) -> Engines:
-    """One engine where both graphs read the same weights, unless two are asked for."""
-    shared = _weights(bundle, "prefill") == _weights(bundle, "decode")
+    """One engine where both graphs have the same recipe and read the same weights, unless two are asked for."""
+    alike = bundle.recipe is None or bundle.recipe["prefill"] == bundle.recipe["decode"]
+    shared = alike and _weights(bundle, "prefill") == _weights(bundle, "decode")
     if asked == "one" and not shared:
         raise ValueError(
-            f"{bundle.path}: prefill and decode have different weights, which one engine cannot hold; "
-            "build with --engines two"
+            f"{bundle.path}: prefill and decode have different {'weights' if alike else 'recipes'}, which one engine "
+            "cannot hold; build with --engines two"
         )
     return asked or ("one" if shared else "two")
 
@@ -110,52 +105,3 @@ def _weights(bundle: Bundle, graph: GraphName) -> set[tuple[tuple[str, str], ...
         for tensor in model.graph.initializer
         if tensor.data_location == onnx.TensorProto.EXTERNAL
     }
-
-
-def _capabilities(
-    trt: TensorRT, flavour: str, bundle: Bundle, asked: tuple[int, ...] | None
-) -> tuple[int, ...]:
-    """The compute capabilities to build for, 89 for SM89."""
-    if flavour == "tensorrt":
-        if asked is not None:
-            raise ValueError(
-                "--compute-capability is for TensorRT-RTX: TensorRT builds for the GPU of the machine it builds on; "
-                "leave the flag out, or build with --target tensorrt-rtx"
-            )
-        found = (_device_capability(),)
-        _refuse_turing(bundle, found)
-        return found
-    known = sorted(
-        int(name[2:]) for name in dir(trt.ComputeCapability) if name.startswith("SM") and name[2:].isdigit()
-    )
-    if asked is None:
-        return tuple(known if bundle.dtype == "float16" else [one for one in known if one > _TURING])
-    unknown = [capability for capability in asked if capability not in known]
-    if unknown or not asked:
-        raise ValueError(
-            f"--compute-capability {','.join(map(str, unknown))}: TensorRT-RTX {trt.__version__} builds for "
-            f"{', '.join(map(str, known))}; data-centre GPUs such as 90 and 100 need --target tensorrt"
-        )
-    _refuse_turing(bundle, asked)
-    return tuple(dict.fromkeys(asked))
-
-
-def _device_capability() -> int:
-    try:
-        return Cuda().compute_capability
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"TensorRT builds on the GPU that it builds for, and this machine offers none ({error}); "
-            "--target tensorrt-rtx builds without one"
-        ) from error
-
-
-def _refuse_turing(bundle: Bundle, capabilities: Sequence[int]) -> None:
-    if _TURING in capabilities and bundle.dtype != "float16":
-        reason = (
-            "has no bfloat16" if bundle.dtype == "bfloat16" else "computes matrix products in float16 alone"
-        )
-        raise ValueError(
-            f"{bundle.path}: the bundle is {bundle.dtype}, SM75 {reason}; leave 75 out of --compute-capability, "
-            "or export with --dtype float16"
-        )

@@ -189,7 +189,8 @@ class FakeEngine:
         self.num_io_tensors = len(self.types)
 
     def get_tensor_name(self, index):
-        return list(self.types)[index]
+        # In no order that anyone may count on.
+        return sorted(self.types, key=lambda name: name[::-1])[index]
 
     def get_tensor_dtype(self, name):
         return TRT_NAMES[self.types[name]]

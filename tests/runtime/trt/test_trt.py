@@ -119,6 +119,16 @@ def test_a_rotary_base_of_the_total_length_is_kept_over_chunks(
     np.testing.assert_allclose(logits, reference, atol=TOLERANCE)
 
 
+def test_strided_and_narrow_arrays_are_converted(bundle: Bundle, open_fake: OpenFake) -> None:
+    session, _, _ = open_fake(bundle, max_batch=2, max_context=64)
+    ids = np.random.default_rng(6).integers(0, 97, (2, 12))
+    past, positions = np.zeros(2, np.int64), np.array([[5], [3]])
+    plain, strided = session.allocate_cache(2), session.allocate_cache(2)
+    expected = session.prefill(plain, ids[:, ::2].copy(), past, positions)
+    found = session.prefill(strided, ids[:, ::2], past.astype(np.int32), positions.astype(np.uint8))
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_a_fresh_cache_is_zero_and_reset_makes_it_so(bundle: Bundle, open_fake: OpenFake) -> None:
     session, _, _ = open_fake(bundle, max_context=64)
     cache = session.allocate_cache(1)
