@@ -1,9 +1,9 @@
 """Attention as plain matrix products, where TensorRT has no kernel for the operator.
 
-TensorRT (10.15 to RTX 1.7) parses `Attention`-24, but cannot build it for 16-bit types whose head dimension is not a
-multiple of 8 ("tactics_tiled_layout.cpp: CHECK(op->input_layouts().size() > idx) failed", even when marked
-decomposable), and rejects `softcap` and `softmax_precision`. These become MatMul, Where or Add, Softmax, MatMul, which
-build at every size.
+TensorRT-RTX 1.7 parses `Attention`-24, but may not build it for 16-bit types whose head dimension is not a multiple of
+8, even when it is marked decomposable ("tactics_tiled_layout.cpp: CHECK(op->input_layouts().size() > idx) failed"; it
+depends on where the mask comes from). It rejects `softcap` and `softmax_precision`. These nodes become MatMul, Where or
+Add, Softmax, MatMul, which build at every size.
 
 Forms that TensorRT would reject with an obscure message, or parse and ignore (`nonpad_kv_seqlen`), are refused here.
 """
