@@ -18,6 +18,7 @@ HARMLESS_KEYS = frozenset(
         "_name_or_path",
         "architectures",
         "attn_implementation",
+        "cache_implementation",
         "is_llama_config",
         "model_type",
         "name_or_path",
@@ -100,6 +101,7 @@ OFF_VALUES: Mapping[str, Any] = {
     "pruned_heads": {},
     "rope_interleaved": False,
     "tie_encoder_decoder": False,
+    "use_bidirectional_attention": False,
     "use_sliding_window": False,
 }
 

@@ -213,3 +213,27 @@ class Attention(nn.Module):
         present_value = ops.tensor_scatter(past_value, self.split_heads(self.v_proj(x)), past_length)
         attended = self.attend(query, present_key, present_value, mask)
         return self.o_proj(attended.transpose(1, 2).flatten(2)), present_key, present_value
+
+
+class NormedAttention(Attention):
+    """Attention that norms the query and the key of each head before their rotation."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        *,
+        qkv_bias: bool,
+        out_bias: bool,
+        norm_eps: float,
+        scale: float | None = None,
+    ) -> None:
+        """As `Attention`; `norm_eps` is that of both norms."""
+        super().__init__(config, dtype, qkv_bias=qkv_bias, out_bias=out_bias, scale=scale)
+        self.q_norm = RMSNorm(self.head_dim, norm_eps, dtype)
+        self.k_norm = RMSNorm(self.head_dim, norm_eps, dtype)
+
+    def queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Attention.queries_and_keys`."""
+        query, key = super().queries_and_keys(x)
+        return self.q_norm(query), self.k_norm(key)

@@ -268,8 +268,9 @@ def _inner_or_outer(
 
 
 def _read_theta(reader: ConfigReader, section: ConfigReader, key: str, default: float | None) -> float:
-    where = _inner_or_outer(reader, section, "rope_theta", key)
-    return where.number(key if where is reader else "rope_theta", default=default)
+    _inner_or_outer(reader, section, "rope_theta", key)
+    inner = section.has("rope_theta")
+    return section.number("rope_theta") if inner else reader.number(key, default=default)
 
 
 def _read_original_length(reader: ConfigReader, section: ConfigReader) -> int:

@@ -33,30 +33,38 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Makes a Llama checkpoint of odd sizes and random weights, once for each set of changes to its LlamaConfig.
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a checkpoint of odd sizes and random weights, once for each family and set of changes to its config.
 
     Weights are large enough for attention and norms to matter, so that a mistake moves the logits by much.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     @functools.cache
-    def make(changes: str) -> Path:
+    def make(model_type: str, changes: str) -> Path:
         sizes = {"vocab_size": 97, "hidden_size": 20, "intermediate_size": 44, "num_hidden_layers": 2}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
         limits = {"max_position_embeddings": 64, "initializer_range": 0.3, "tie_word_embeddings": False}
+        tokens = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+        config = {**sizes, **heads, **limits, **tokens, **json.loads(changes)}
         torch.manual_seed(7)
-        model = LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **limits, **json.loads(changes)}))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config))
         for parameter in model.parameters():
             # Norm weights and biases, which transformers leaves at one and zero.
             if parameter.ndim == 1:
                 parameter.data += 0.3 * torch.randn_like(parameter)
-        path = tmp_path_factory.mktemp("tiny_llama")
+        path = tmp_path_factory.mktemp(f"tiny_{model_type}")
         model.save_pretrained(path)
         return path
 
-    return lambda **changes: make(json.dumps(changes, sort_keys=True))
+    return lambda model_type, **changes: make(model_type, json.dumps(changes, sort_keys=True))
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tiny_checkpoint: Callable[..., Path]) -> Callable[..., Path]:
+    """The same for Llama."""
+    return functools.partial(tiny_checkpoint, "llama")
 
 
 @pytest.fixture(scope="session")
