@@ -21,6 +21,7 @@ FAMILIES = {
     "gpt2": "kvgraph.models.families.gpt2",
     "gpt_neox": "kvgraph.models.families.gpt_neox",
     "llama": "kvgraph.models.families.llama",
+    "mistral": "kvgraph.models.families.mistral",
     "mpt": "kvgraph.models.families.mpt",
     "phi": "kvgraph.models.families.phi",
     "post_norm_decoder": "kvgraph.models.families.post_norm_decoder",
