@@ -26,6 +26,7 @@ FAMILIES = {
     "phi": "kvgraph.models.families.phi",
     "post_norm_decoder": "kvgraph.models.families.post_norm_decoder",
     "pre_norm_decoder": "kvgraph.models.families.pre_norm_decoder",
+    "qwen2": "kvgraph.models.families.qwen2",
     "starcoder2": "kvgraph.models.families.starcoder2",
 }
 
