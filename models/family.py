@@ -27,6 +27,7 @@ FAMILIES = {
     "post_norm_decoder": "kvgraph.models.families.post_norm_decoder",
     "pre_norm_decoder": "kvgraph.models.families.pre_norm_decoder",
     "qwen2": "kvgraph.models.families.qwen2",
+    "qwen3": "kvgraph.models.families.qwen3",
     "starcoder2": "kvgraph.models.families.starcoder2",
 }
 
