@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 FAMILIES = {
     "bloom": "kvgraph.models.families.bloom",
     "falcon": "kvgraph.models.families.falcon",
+    "gemma": "kvgraph.models.families.gemma",
     "gpt2": "kvgraph.models.families.gpt2",
     "gpt_neox": "kvgraph.models.families.gpt_neox",
     "llama": "kvgraph.models.families.llama",
