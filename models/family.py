@@ -19,6 +19,7 @@ FAMILIES = {
     "bloom": "kvgraph.models.families.bloom",
     "falcon": "kvgraph.models.families.falcon",
     "gemma": "kvgraph.models.families.gemma",
+    "gemma2": "kvgraph.models.families.gemma2",
     "gpt2": "kvgraph.models.families.gpt2",
     "gpt_neox": "kvgraph.models.families.gpt_neox",
     "llama": "kvgraph.models.families.llama",
