@@ -20,6 +20,7 @@ FAMILIES = {
     "falcon": "kvgraph.models.families.falcon",
     "gemma": "kvgraph.models.families.gemma",
     "gemma2": "kvgraph.models.families.gemma2",
+    "gemma3_text": "kvgraph.models.families.gemma3_text",
     "gpt2": "kvgraph.models.families.gpt2",
     "gpt_neox": "kvgraph.models.families.gpt_neox",
     "llama": "kvgraph.models.families.llama",
@@ -31,6 +32,11 @@ FAMILIES = {
     "qwen2": "kvgraph.models.families.qwen2",
     "qwen3": "kvgraph.models.families.qwen3",
     "starcoder2": "kvgraph.models.families.starcoder2",
+}
+
+# Models with a language model inside, whose checkpoints have further parts that graphs would leave out.
+COMPOSITES = {
+    "gemma3": "reads images too; save its language model alone, as model_type 'gemma3_text'",
 }
 
 
@@ -84,6 +90,8 @@ def family(model_type: str) -> Family:
     Raises:
         ValueError: It is not known; the message lists the nearest known ones.
     """
+    if model_type in COMPOSITES:
+        raise ValueError(f"model_type {model_type!r} {COMPOSITES[model_type]}")
     if model_type not in FAMILIES:
         near = difflib.get_close_matches(model_type, FAMILIES, n=3, cutoff=0.3) or sorted(FAMILIES)
         raise ValueError(
