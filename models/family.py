@@ -31,6 +31,7 @@ FAMILIES = {
     "pre_norm_decoder": "kvgraph.models.families.pre_norm_decoder",
     "qwen2": "kvgraph.models.families.qwen2",
     "qwen3": "kvgraph.models.families.qwen3",
+    "smollm3": "kvgraph.models.families.smollm3",
     "starcoder2": "kvgraph.models.families.starcoder2",
 }
 
