@@ -23,6 +23,7 @@ FAMILIES = {
     "gemma3_text": "kvgraph.models.families.gemma3_text",
     "gpt2": "kvgraph.models.families.gpt2",
     "gpt_neox": "kvgraph.models.families.gpt_neox",
+    "granite": "kvgraph.models.families.granite",
     "llama": "kvgraph.models.families.llama",
     "mistral": "kvgraph.models.families.mistral",
     "mpt": "kvgraph.models.families.mpt",
