@@ -27,6 +27,7 @@ FAMILIES = {
     "llama": "kvgraph.models.families.llama",
     "mistral": "kvgraph.models.families.mistral",
     "mpt": "kvgraph.models.families.mpt",
+    "olmo2": "kvgraph.models.families.olmo2",
     "phi": "kvgraph.models.families.phi",
     "post_norm_decoder": "kvgraph.models.families.post_norm_decoder",
     "pre_norm_decoder": "kvgraph.models.families.pre_norm_decoder",
