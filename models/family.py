@@ -29,6 +29,7 @@ FAMILIES = {
     "mpt": "kvgraph.models.families.mpt",
     "olmo2": "kvgraph.models.families.olmo2",
     "phi": "kvgraph.models.families.phi",
+    "phi3": "kvgraph.models.families.phi3",
     "post_norm_decoder": "kvgraph.models.families.post_norm_decoder",
     "pre_norm_decoder": "kvgraph.models.families.pre_norm_decoder",
     "qwen2": "kvgraph.models.families.qwen2",
