@@ -22,7 +22,7 @@ from kvgraph.export.contract import GRAPHS, Contract, GraphName, graph_file, hid
 from kvgraph.export.decoder_contract import decoder_contract
 from kvgraph.export.passes.bind_capacity import bind_capacity
 from kvgraph.export.trace import TracedDecoder, fake_decoder, trace_decoder
-from kvgraph.export.weight_bytes import as_bytes, check_tied, weight_pieces
+from kvgraph.export.weight_bytes import as_bytes, check_tied, one_thread, weight_pieces
 from kvgraph.export.weights_file import WEIGHTS_FILE, WeightLayout, plan_layout, write_weights
 from kvgraph.export.writer import writing_directory
 from kvgraph.models.checkpoint import Checkpoint
@@ -164,7 +164,8 @@ def _write_weights(path: Path, stream: WeightStream, traced: TracedModel, layout
                 yield name, as_bytes(weight_pieces(stream, name, traced.weights.sources[name], dtype))
                 bar.update(stored.size)
 
-    return write_weights(path, layout, tensors())
+    with one_thread():
+        return write_weights(path, layout, tensors())
 
 
 def _check_graphs(directory: Path, layout: WeightLayout) -> None:
