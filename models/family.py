@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # model_type -> module, so that a family is imported when it is asked for.
 FAMILIES = {
     "bloom": "kvgraph.models.families.bloom",
+    "cohere": "kvgraph.models.families.cohere",
     "falcon": "kvgraph.models.families.falcon",
     "gemma": "kvgraph.models.families.gemma",
     "gemma2": "kvgraph.models.families.gemma2",

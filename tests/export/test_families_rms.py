@@ -26,6 +26,8 @@ TOLERANCE = 1e-4
 # Of means over 12 000 logits; norms and softmax round at other places.
 HALF_PRECISION_MARGIN = 1.1
 LENGTH = 64
+# Large enough to matter.
+EPSILON = 0.03
 # The window of sliding layers, and the length up to which scaled ropes were trained: both are crossed.
 WINDOW, TRAINED = 5, 16
 
@@ -43,6 +45,14 @@ THREE_BY_ONE = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 
 
 # One checkpoint of each family, with everything that the family has and Llama has not.
 FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere": {
+        **SIX_BY_TWO,
+        "logit_scale": 0.3,
+        "layer_norm_eps": EPSILON,
+        "attention_bias": True,
+        "rope_parameters": DEFAULT,
+        "tie_word_embeddings": True,
+    },
     "mistral": {**SIX_BY_TWO, "sliding_window": WINDOW, "rope_parameters": DEFAULT},
     "qwen2": {
         **THREE_BY_ONE,
@@ -120,7 +130,12 @@ SPLITS = {
 
 @pytest.fixture(params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]) -> Path:
-    return tiny_checkpoint(request.param, **FAMILIES[request.param])
+    return tiny_family(request.param, tiny_checkpoint)
+
+
+def tiny_family(model_type: str, tiny_checkpoint: Callable[..., Path]) -> Path:
+    epsilon = {} if model_type == "cohere" else {"rms_norm_eps": EPSILON}
+    return tiny_checkpoint(model_type, **epsilon, **FAMILIES[model_type])
 
 
 @functools.cache
@@ -226,7 +241,7 @@ def test_graphs_hold_standard_operators_of_opset_24(
 def test_capped_attention_neither_repeats_nor_tiles_keys(
     tiny_checkpoint: Callable[..., Path], exported: Callable[..., Bundle]
 ) -> None:
-    bundle = exported(tiny_checkpoint("gemma2", **FAMILIES["gemma2"]))
+    bundle = exported(tiny_family("gemma2", tiny_checkpoint))
     model = onnx.load(bundle.graph_path("decode"), load_external_data=False)
     operators = [node.op_type for node in model.graph.node]
     assert {"Tanh", "Where", "Softmax"} <= set(operators)

@@ -14,6 +14,7 @@ from kvgraph.models.layers import Precision
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MODEL_TYPES = (
+    "cohere",
     "gemma",
     "gemma2",
     "gemma3_text",
@@ -30,6 +31,7 @@ Published = Callable[..., dict[str, Any]]
 
 # Keys whose absence is an error, beside those that `read_common` asks for.
 REQUIRED = {
+    "cohere": ("layer_norm_eps", "logit_scale", "rope_theta"),
     "mistral": ("sliding_window", "rope_theta", "rms_norm_eps", "hidden_act"),
     "qwen2": ("rope_theta", "rms_norm_eps", "hidden_act"),
     "qwen3": ("head_dim", "rope_theta"),
@@ -42,6 +44,7 @@ REQUIRED = {
     "phi3": ("sliding_window", "rope_theta"),
 }
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("cohere", {"use_qk_norm": True}, "use_qk_norm is True, expected False"),
     ("mistral", {"sliding_window": 0}, "sliding_window is 0, expected an integer of at least 1"),
     ("mistral", {"sliding_window": -1}, "sliding_window is -1, expected an integer"),
     ("mistral", {"layer_types": [FULL] * 7}, "layer_types=.* not implemented for model_type 'mistral'"),
