@@ -82,16 +82,10 @@ def config_from_hf(hf: Mapping[str, Any]) -> FalconConfig:
         intermediate_size=reader.integer("ff_factor", default=4) * size,
         max_position_embeddings=2048,
     )
-    new = reader.flag("new_decoder_architecture", default=False)
-    parallel = reader.flag("parallel_attn", default=True)
+    new, parallel, norms = read_arrangement(reader)
     multi_query = reader.flag("multi_query", default=True)
-    if new and not parallel:
-        raise reader.error("parallel_attn is false; branches of new_decoder_architecture are always parallel")
     if not new:
         common["num_key_value_heads"] = 1 if multi_query else common["num_attention_heads"]
-    norms = reader.integer("num_ln_in_parallel_attn", default=2 if new else 1)
-    if norms > 2 or (norms == 2 and not new):
-        raise reader.error(f"num_ln_in_parallel_attn is {norms}, expected 1{' or 2' if new else ''}")
     alibi = reader.flag("alibi", default=False)
     config = FalconConfig(
         **common,
@@ -109,6 +103,18 @@ def config_from_hf(hf: Mapping[str, Any]) -> FalconConfig:
     reader.accept_auto_map("FalconForCausalLM")
     reader.refuse_unread(config.model_type)
     return config
+
+
+def read_arrangement(reader: ConfigReader) -> tuple[bool, bool, int]:
+    """`new_decoder_architecture`, `parallel_attn` and `num_ln_in_parallel_attn`, which have to fit together."""
+    new = reader.flag("new_decoder_architecture", default=False)
+    parallel = reader.flag("parallel_attn", default=True)
+    norms = reader.integer("num_ln_in_parallel_attn", default=2 if new else 1)
+    if new and not parallel:
+        raise reader.error("parallel_attn is false; branches of new_decoder_architecture are always parallel")
+    if norms > 2 or (norms == 2 and not new):
+        raise reader.error(f"num_ln_in_parallel_attn is {norms}, expected 1{' or 2' if new else ''}")
+    return new, parallel, norms
 
 
 class FalconAlibiMask(AlibiMask):
