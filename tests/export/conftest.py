@@ -15,7 +15,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from kvgraph.export import exporter
 from kvgraph.export.bundle import Bundle
+from kvgraph.export.exporter import TracedModel, trace_model
+from kvgraph.models.checkpoint import open_checkpoint
+from kvgraph.models.layers import Precision
 from kvgraph.runtime.ort import OrtSession
 from kvgraph.runtime.session import Cache, Floats, Ids, Session
 
@@ -123,6 +127,19 @@ def random_ids() -> Callable[..., Ids]:
         return np.random.default_rng(5).integers(0, vocab_size, (batch_size, length))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def traced(tiny_llama: Callable[..., Path], quick_tracing: None) -> TracedModel:
+    checkpoint = open_checkpoint(tiny_llama())
+    precision = Precision(torch.float32, torch.float32)
+    return trace_model(checkpoint.config, precision, None, checkpoint.weights())
+
+
+@pytest.fixture
+def quick(traced: TracedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let exports take one trace: what they do after it is tested."""
+    monkeypatch.setattr(exporter, "trace_model", lambda *_: traced)
 
 
 @pytest.fixture

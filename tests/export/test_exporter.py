@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from kvgraph.export import exporter
 from kvgraph.export.bundle import Bundle
-from kvgraph.export.exporter import ExportOptions, TracedModel, export_checkpoint, trace_model
+from kvgraph.export.exporter import ExportOptions, export_checkpoint, trace_model
 from kvgraph.export.torch_session import TorchSession
 from kvgraph.export.weights_file import WEIGHTS_FILE
 from kvgraph.models.checkpoint import open_checkpoint
@@ -43,18 +43,6 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("came to the tracer")
 
     monkeypatch.setattr(exporter, "trace_decoder", refuse)
-
-
-@pytest.fixture(scope="module")
-def traced(tiny_llama: Callable[..., Path], quick_tracing: None) -> TracedModel:
-    checkpoint = open_checkpoint(tiny_llama())
-    return trace_model(checkpoint.config, FLOAT32, None, checkpoint.weights())
-
-
-@pytest.fixture
-def quick(traced: TracedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let exports take the one trace of this module: what they do after it is tested."""
-    monkeypatch.setattr(exporter, "trace_model", lambda *_: traced)
 
 
 def change_weights(checkpoint: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
