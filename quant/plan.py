@@ -90,10 +90,18 @@ class GraphPlan:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationPlan:
-    """How both graphs are quantized; where both are the same object, the graphs share every weight."""
+    """How both graphs are quantized; where both are the same object, the graphs share every weight.
+
+    Attributes:
+        prefill: How prefill.onnx is.
+        decode: How decode.onnx is.
+        cache_scales: State tensor ("past_key_values.0.key") -> scales [], [K] or [K, D], as the granularity of the
+            recipes' kv_cache asks; empty where the cache stays float.
+    """
 
     prefill: GraphPlan
     decode: GraphPlan
+    cache_scales: Mapping[str, Floats] = field(default_factory=dict)
 
     def graph(self, name: GraphName) -> GraphPlan:
         """The plan of one graph."""
@@ -123,14 +131,21 @@ def parse_plan(text: str) -> QuantizationPlan:
         raise ValueError(f"recipe {text!r}: expected a name or a file, or prefill=NAME,decode=NAME")
     if names["prefill"] == names["decode"]:
         return parse_plan(names["prefill"])
-    return QuantizationPlan(*(GraphPlan(load_recipe(names[graph])) for graph in GRAPHS))
+    return QuantizationPlan(GraphPlan(load_recipe(names["prefill"])), GraphPlan(load_recipe(names["decode"])))
 
 
 def needs_calibration(recipe: Recipe) -> bool:
     """Whether a recipe cannot be applied without data."""
+    return recipe.algorithm == "gptq" or needs_statistics(recipe)
+
+
+def needs_statistics(recipe: Recipe) -> bool:
+    """Whether a recipe needs ranges of activations."""
     schemes = [recipe.linear, *(override.scheme for override in recipe.overrides)]
     static = any(
         scheme is not None and scheme.activation is not None and scheme.activation.granularity == "tensor"
         for scheme in schemes
     )
-    return static or recipe.smooth_quant is not None or recipe.algorithm != "rtn"
+    return (
+        static or recipe.smooth_quant is not None or recipe.algorithm == "awq" or recipe.kv_cache is not None
+    )

@@ -56,7 +56,11 @@ class QuantizedWeight:
 
 
 def quantize_weight(
-    weight: Floats, scheme: WeightScheme, scale_dtype: np.dtype[np.generic], largest: float | None = None
+    weight: Floats,
+    scheme: WeightScheme,
+    scale_dtype: np.dtype[np.generic],
+    largest: float | None = None,
+    inputs: Floats | None = None,
 ) -> QuantizedWeight:
     """Round a matrix to nearest.
 
@@ -66,6 +70,7 @@ def quantize_weight(
         scale_dtype: Type that the graph stores scales in (NVFP4 stores its own).
         largest: Largest magnitude of the matrix that `weight` is a part of, which fixes NVFP4's global scale; default
             that of `weight`.
+        inputs: [R, I] that the matrix multiplies; clip="mse" then looks at the error of the outputs, block by block.
 
     Raises:
         ValueError: The matrix is not finite.
@@ -73,7 +78,8 @@ def quantize_weight(
     if not np.isfinite(weight).all():
         raise ValueError(f"weight [{weight.shape[0]}, {weight.shape[1]}] holds NaN or infinite values")
     blocks = _blocks(weight, scheme.block_size)
-    scale, zero_point, global_scale = choose_scales(blocks, scheme, scale_dtype, largest)
+    sides = None if inputs is None else _input_blocks(inputs, blocks.shape[1])
+    scale, zero_point, global_scale = choose_scales(blocks, scheme, scale_dtype, largest, sides)
     codes = round_blocks(blocks, scheme, combined_scale(scale, global_scale, scale_dtype), zero_point)
     codes = codes.reshape(-1, weight.shape[1])[: len(weight)]
     if scheme.block_size is None:
@@ -87,10 +93,14 @@ def choose_scales(
     scheme: WeightScheme,
     scale_dtype: np.dtype[np.generic],
     whole_largest: float | None = None,
+    inputs: Floats | None = None,
 ) -> tuple[Floats, Floats | None, np.float32 | None]:
-    """Scales, zero points and global scale of blocks [G, block, O]; scales and zero points are [G, O] float32."""
+    """Scales, zero points and global scale of blocks [G, block, O]; scales and zero points are [G, O] float32.
+
+    `inputs` [G, R, block], where there are any, are what the blocks multiply.
+    """
     if scheme.format == "uint4":
-        scale, zero_point = _asymmetric(blocks, scheme, scale_dtype)
+        scale, zero_point = _asymmetric(blocks, scheme, scale_dtype, inputs)
         return scale, zero_point, None
     form = FORMATS[scheme.format]
     largest = np.abs(blocks).max(axis=1)
@@ -105,7 +115,7 @@ def choose_scales(
         return np.maximum(e4m3, np.float32(2.0**-9)), None, global_scale
     if scheme.clip == "absmax":
         return stored_scale(largest / form.maximum, scale_dtype), None, None
-    return _least_squares(blocks, largest, scheme, scale_dtype), None, None
+    return _least_squares(blocks, largest, scheme, scale_dtype, inputs), None, None
 
 
 def round_blocks(
@@ -134,7 +144,7 @@ def _positive(scale: Floats, dtype: np.dtype[np.generic]) -> Floats:
 
 
 def _asymmetric(
-    blocks: Floats, scheme: WeightScheme, scale_dtype: np.dtype[np.generic]
+    blocks: Floats, scheme: WeightScheme, scale_dtype: np.dtype[np.generic], inputs: Floats | None
 ) -> tuple[Floats, Floats]:
     """Scale and zero point that map [min, max], widened to hold 0, onto the format's codes."""
     levels = np.float32(FORMATS[scheme.format].maximum)
@@ -143,11 +153,11 @@ def _asymmetric(
     best_zero = np.clip(np.rint(-low / best_scale), 0, levels)
     if scheme.clip == "absmax":
         return best_scale, best_zero
-    best_error = _squared_error(blocks, scheme, best_scale, best_zero)
+    best_error = _squared_error(blocks, scheme, best_scale, best_zero, inputs)
     for ratio in CLIP_RATIOS[1:]:
         scale = stored_scale((high - low) * np.float32(ratio) / levels, scale_dtype)
         zero = np.clip(np.rint(-low * np.float32(ratio) / scale), 0, levels)
-        error = _squared_error(blocks, scheme, scale, zero)
+        error = _squared_error(blocks, scheme, scale, zero, inputs)
         better = error < best_error
         best_scale, best_zero = np.where(better, scale, best_scale), np.where(better, zero, best_zero)
         best_error = np.where(better, error, best_error)
@@ -155,25 +165,38 @@ def _asymmetric(
 
 
 def _least_squares(
-    blocks: Floats, largest: Floats, scheme: WeightScheme, scale_dtype: np.dtype[np.generic]
+    blocks: Floats,
+    largest: Floats,
+    scheme: WeightScheme,
+    scale_dtype: np.dtype[np.generic],
+    inputs: Floats | None,
 ) -> Floats:
     """The scale of each block with the least squared error among `CLIP_RATIOS` of the full range."""
     form = FORMATS[scheme.format]
     best = stored_scale(largest / form.maximum, scale_dtype)
-    best_error = _squared_error(blocks, scheme, best, None)
+    best_error = _squared_error(blocks, scheme, best, None, inputs)
     for ratio in CLIP_RATIOS[1:]:
         scale = stored_scale(largest * np.float32(ratio) / form.maximum, scale_dtype)
-        error = _squared_error(blocks, scheme, scale, None)
+        error = _squared_error(blocks, scheme, scale, None, inputs)
         best, best_error = np.where(error < best_error, scale, best), np.minimum(error, best_error)
     return best
 
 
-def _squared_error(blocks: Floats, scheme: WeightScheme, scale: Floats, zero_point: Floats | None) -> Floats:
+def _squared_error(
+    blocks: Floats,
+    scheme: WeightScheme,
+    scale: Floats,
+    zero_point: Floats | None,
+    inputs: Floats | None,
+) -> Floats:
+    """[G, O], of the weights, or of the outputs that inputs [G, R, block] give."""
     codes = FORMATS[scheme.format].nearest(_scaled(blocks, scale, zero_point))
     if zero_point is not None:
         codes -= zero_point[:, None, :]
     codes *= scale[:, None, :]
     codes -= blocks
+    if inputs is not None:
+        codes = inputs @ codes
     error: Floats = np.square(codes, out=codes).sum(axis=1)
     return error
 
@@ -195,6 +218,12 @@ def _power_of_two(largest: Floats, form: NumberFormat, dtype: np.dtype[np.generi
     lowest, highest = np.log2(float(limits.smallest_subnormal)), np.floor(np.log2(float(limits.max)))
     scale: Floats = np.exp2(np.where(largest > 0, np.clip(exponent, lowest, highest), 0.0)).astype(np.float32)
     return scale
+
+
+def _input_blocks(inputs: Floats, size: int) -> Floats:
+    """[R, I] as [G, r, size] with r <= size, whose products with a block have the norms that the inputs' own have."""
+    blocks = _blocks(np.ascontiguousarray(inputs.T), size).transpose(0, 2, 1)
+    return blocks if blocks.shape[1] <= size else np.linalg.qr(blocks).R
 
 
 def _blocks(weight: Floats, block_size: int | None) -> Floats:
