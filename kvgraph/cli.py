@@ -38,7 +38,7 @@ INTERRUPTED, OUTPUT_CLOSED = 130, 141
 
 # What to install for a package that only some commands need: an extra of pyproject.toml.
 _EXTRAS = {
-    "cuda": "kvgraph[tensorrt]",
+    "cuda": "kvgraph[rtx] or kvgraph[tensorrt]",
     "huggingface_hub": "kvgraph[export]",
     "matplotlib": "kvgraph[export]",
     "ml_dtypes": "kvgraph[export]",
