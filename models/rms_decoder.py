@@ -39,11 +39,9 @@ class RMSConfig(ModelConfig):
         return self.rope.stretched(self.max_position_embeddings)
 
 
-def read_rms(
-    reader: ConfigReader, *, hidden_act: str | None = None, tie_word_embeddings: bool = False
-) -> dict[str, Any]:
+def read_rms(reader: ConfigReader, *, tie_word_embeddings: bool = False) -> dict[str, Any]:
     """The fields of `RMSConfig` save for `rope`; arguments as in `read_common`."""
-    common = read_common(reader, hidden_act=hidden_act, tie_word_embeddings=tie_word_embeddings)
+    common = read_common(reader, tie_word_embeddings=tie_word_embeddings)
     return {**common, "rms_norm_eps": reader.number("rms_norm_eps")}
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvgraph.export.bundle import Bundle
-from kvgraph.export.contract import GRAPHS, past_key, past_value
+from kvgraph.export.contract import CONTEXT_LENGTH, GRAPHS, past_key, past_value
 from kvgraph.export.targets.tensorrt import TensorRTOptions, build_tensorrt
+from kvgraph.export.targets.tensorrt_graph import lower_for_tensorrt
 from kvgraph.export.torch_session import TorchSession
 from kvgraph.models.checkpoint import open_checkpoint
 from kvgraph.runtime.ort import OrtSession
@@ -248,6 +251,34 @@ def test_capped_attention_neither_repeats_nor_tiles_keys(
     assert not {"Attention", "Expand", "Tile", "Concat"} & set(operators)
     # The only shape that anything asks for is the capacity.
     assert operators.count("Shape") == 1
+
+
+def test_graph_for_tensorrt_computes_the_same_over_the_context_in_use(
+    checkpoint: Path, exported: Callable[..., Bundle], random_ids: Callable[..., Ids], tmp_path: Path
+) -> None:
+    bundle, capacity, past = exported(checkpoint), 48, np.array([20, 11])
+    lowered = lower_for_tensorrt(bundle.graph_path("prefill"), "prefill", bundle.contract, capacity)
+    (tmp_path / "lowered.onnx").write_bytes(lowered.model)
+    shutil.copy(bundle.path / "weights.safetensors", tmp_path)
+    random = np.random.default_rng(0)
+    feeds = {"input_ids": random_ids(2, 3), "past_length": past, "logit_positions": np.array([[2], [0]])}
+    if bundle.contract.takes_new_length:
+        feeds["new_length"] = np.array([3, 3])
+    for tensor in bundle.contract.state:
+        shape = (2, tensor.shape[1], capacity, tensor.shape[3])
+        feeds[tensor.name] = random.standard_normal(shape).astype(np.float32)
+    whole = run_onnx(bundle.graph_path("prefill"), feeds)
+    for context in (past.max() + 3, capacity):
+        cut = run_onnx(tmp_path / "lowered.onnx", {**feeds, CONTEXT_LENGTH: np.array([context])})
+        for found, expected in zip(cut, whole, strict=True):
+            np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
+
+
+def run_onnx(path: Path, feeds: dict[str, Any]) -> list[Any]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 3, 1
+    results: list[Any] = onnxruntime.InferenceSession(str(path), options).run(None, feeds)
+    return results
 
 
 @pytest.mark.slow
