@@ -69,13 +69,13 @@ def run_installed(installed: Path, code: str) -> str:
 
 
 def files_on_disk(repository: Path) -> set[str]:
-    """Every module and marker file, under the name that it has inside the package."""
+    """Every module, recipe and marker file, under the name that it has inside the package."""
     roots = {"kvgraph": repository / "kvgraph"} | {f"kvgraph/{name}": repository / name for name in STAGES}
     return {
         f"{package}/{path.relative_to(root).as_posix()}"
         for package, root in roots.items()
         for path in root.rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".toml") or path.name == "py.typed"
     }
 
 
@@ -94,13 +94,13 @@ def test_listed_packages_are_those_on_disk(repository: Path, pyproject: dict[str
 
 
 def test_every_folder_with_a_module_is_a_package(repository: Path) -> None:
-    names = files_on_disk(repository)
+    names = {name for name in files_on_disk(repository) if name.endswith(".py")}
 
     folders = {name.rpartition("/")[0] for name in names}
     assert {folder for folder in folders if f"{folder}/__init__.py" not in names} == set()
 
 
-def test_wheel_holds_every_module_and_the_type_marker(repository: Path, wheel: Path) -> None:
+def test_wheel_holds_every_module_recipe_and_the_type_marker(repository: Path, wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
 
