@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -138,9 +137,18 @@ def stored_scale(scale: Floats, dtype: np.dtype[np.generic]) -> Floats:
 
 
 def _positive(scale: Floats, dtype: np.dtype[np.generic]) -> Floats:
-    """Rounded to `dtype`, and its least positive value where that gives 0."""
-    least = np.float32(ml_dtypes.finfo(dtype).smallest_subnormal)
+    """Rounded to `dtype`, and its least usable value where that gives less."""
+    least = np.float32(2.0 ** _exponents(dtype)[0])
     return np.maximum(scale.astype(dtype).astype(np.float32), least)
+
+
+def _exponents(dtype: np.dtype[np.generic]) -> tuple[int, int]:
+    """Exponents of the least and the largest power of two that a scale may be.
+
+    float16 needs its subnormal numbers; those of the other types may be flushed to zero, by this process, too: ONNX
+    Runtime sets its threads so, the one that opens a session among them.
+    """
+    return (-24, 15) if dtype == np.float16 else (-126, 127)
 
 
 def _asymmetric(
@@ -213,9 +221,7 @@ def _scaled(blocks: Floats, scale: Floats, zero_point: Floats | None) -> Floats:
 def _power_of_two(largest: Floats, form: NumberFormat, dtype: np.dtype[np.generic]) -> Floats:
     """2 ** (floor(log2(largest)) - floor(log2(format maximum))), the shared exponent of the OCP MX formats."""
     exponent = np.floor(np.log2(np.where(largest > 0, largest, 1.0))) - np.floor(np.log2(form.maximum))
-    # float16 holds 2 ** -24 to 2 ** 15, fewer than the eight bits of an MX exponent.
-    limits = ml_dtypes.finfo(dtype)
-    lowest, highest = np.log2(float(limits.smallest_subnormal)), np.floor(np.log2(float(limits.max)))
+    lowest, highest = _exponents(dtype)
     scale: Floats = np.exp2(np.where(largest > 0, np.clip(exponent, lowest, highest), 0.0)).astype(np.float32)
     return scale
 

@@ -205,7 +205,7 @@ def test_tensorrt_builds_for_the_gpu_it_finds(bundle: Bundle, monkeypatch: pytes
         "kvgraph.export.targets.tensorrt.load_tensorrt", lambda flavour: load_tensorrt("tensorrt-rtx")
     )
     monkeypatch.setattr(
-        "kvgraph.export.targets.tensorrt.Cuda", lambda: SimpleNamespace(compute_capability=90)
+        "kvgraph.export.targets.compute_capabilities.Cuda", lambda: SimpleNamespace(compute_capability=90)
     )
     target = build_tensorrt(bundle, "tensorrt")
     assert (target.name, target.compute_capabilities) == ("tensorrt", (90,))
@@ -222,7 +222,7 @@ def test_tensorrt_without_a_gpu_names_the_flavour_that_needs_none(
     monkeypatch.setattr(
         "kvgraph.export.targets.tensorrt.load_tensorrt", lambda flavour: load_tensorrt("tensorrt-rtx")
     )
-    monkeypatch.setattr("kvgraph.export.targets.tensorrt.Cuda", no_device)
+    monkeypatch.setattr("kvgraph.export.targets.compute_capabilities.Cuda", no_device)
     with pytest.raises(
         RuntimeError, match=r"offers none \(cudaSetDevice failed\); --target tensorrt-rtx builds without"
     ):
