@@ -13,6 +13,7 @@ import pytest
 
 if TYPE_CHECKING:
     from kvgraph.export.bundle import Bundle
+    from kvgraph.export.contract import GraphName
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -69,13 +70,30 @@ def tiny_llama(tiny_checkpoint: Callable[..., Path]) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def quick_tracing() -> Iterator[None]:
-    """torch.onnx.export reads the source of its whole operator library at every call: do that once."""
+    """Keeps tracing, which takes seconds, from doing a thing twice.
+
+    torch.onnx.export reads the source of its whole operator library at every call; and exports of one model that differ
+    in other options than types have the same pieces.
+    """
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
+    from kvgraph.export import exporter
+    from kvgraph.export.trace import TracedDecoder
+    from kvgraph.models.decoder import Decoder
+
+    traced: dict[tuple[str, ...], TracedDecoder] = {}
+    trace_decoder = exporter.trace_decoder
+
+    def trace_once(decoder: Decoder, graph: GraphName) -> TracedDecoder:
+        key = (repr(decoder.config), repr(decoder.precision), graph)
+        if key not in traced:
+            traced[key] = trace_decoder(decoder, graph)
+        return traced[key]
+
+    library = functools.cache(ONNXRegistry.from_torchlib)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib))
-        )
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(library))
+        patch.setattr(exporter, "trace_decoder", trace_once)
         yield
 
 

@@ -127,11 +127,11 @@ def external_tensors(bundle: Bundle, graph: str) -> dict[str, tuple[onnx.TensorP
     }
 
 
-@pytest.fixture(scope="session", params=["float32", "bfloat16"])
+@pytest.fixture(scope="session", params=[{}, {"dtype": "bfloat16"}], ids=["float32", "bfloat16"])
 def checkpoint_and_bundle(
     request: pytest.FixtureRequest, tiny_llama: Callable[..., Path], exported: Callable[..., Bundle]
 ) -> tuple[Path, Bundle]:
-    return tiny_llama(), exported(tiny_llama(), dtype=request.param)
+    return tiny_llama(), exported(tiny_llama(), **request.param)
 
 
 def test_weights_equal_the_checkpoints_bit_for_bit(checkpoint_and_bundle: tuple[Path, Bundle]) -> None:
