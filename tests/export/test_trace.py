@@ -69,7 +69,7 @@ def test_number_of_traces_does_not_depend_on_the_number_of_layers(
     config_json: dict[str, Any], calls: list[type[nn.Module]], layers: int
 ) -> None:
     decoder_of(config_json, layers, lambda decoder: trace_decoder(decoder, "decode"))
-    assert [call.__name__ for call in calls] == ["Prelude", "LlamaLayer", "Head"]
+    assert [call.__name__ for call in calls] == ["Prelude", "SequentialLayer", "Head"]
 
 
 def assembled(decoder: Decoder, traced: TracedDecoder) -> ir.Model:
@@ -96,7 +96,7 @@ def sizes(config_json: dict[str, Any], layers: int) -> tuple[int, int, int]:
 def test_a_layer_more_adds_its_own_nodes_and_weights_and_no_constants(
     config_json: dict[str, Any], calls: list[type[nn.Module]], pieces: dict[type[nn.Module], ir.Graph]
 ) -> None:
-    (layer,) = (graph for module, graph in pieces.items() if module.__name__ == "LlamaLayer")
+    (layer,) = (graph for module, graph in pieces.items() if module.__name__ == "SequentialLayer")
     few, many = sizes(config_json, 2), sizes(config_json, 80)
     assert many[0] - few[0] == 78 * len(layer)
     # Seven matrices and two norms.
