@@ -86,6 +86,8 @@ def export_checkpoint(
     residual_dtype = _known_dtype(options.residual_dtype or dtype, "residual_dtype")
     _check_capacity(options.capacity, config)
     with writing_directory(output, BUNDLE_FILE, force) as directory:
+        # What can be refused at once comes first.
+        checkpoint.write_tokenizer(directory)
         precision = Precision(getattr(torch, dtype), getattr(torch, residual_dtype))
         stream = checkpoint.weights() if options.weights else None
         traced = trace_model(config, precision, options.capacity, stream)
@@ -94,7 +96,6 @@ def export_checkpoint(
         hashes = {}
         if stream is not None:
             hashes[WEIGHTS_FILE] = _write_weights(directory / WEIGHTS_FILE, stream, traced, layout)
-        checkpoint.write_tokenizer(directory)
         _check_graphs(directory, layout)
         bundle = _describe(directory, checkpoint, config, traced, dtype, residual_dtype, hashes)
         text = json.dumps(bundle.to_json(), indent=1, ensure_ascii=False)

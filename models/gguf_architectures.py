@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gguf import GGML_QUANT_VERSION
+
 from kvgraph.models.config_reader import ConfigReader
 from kvgraph.models.gguf_config import architecture_reader, gemma3, gpt2, llama, phi3, qwen2, qwen3
 from kvgraph.models.gguf_file import GGUFFile, GGUFTensor
 from kvgraph.models.gguf_rope import DIVISORS, LONG_DIVISORS, SHORT_DIVISORS
-from kvgraph.models.gguf_weights import GGUFWeight, HeadsInHalves, LessOne, Transposed
+from kvgraph.models.gguf_weights import QUANTIZED_TYPES, GGUFWeight, HeadsInHalves, LessOne, Transposed
 from kvgraph.models.weights import StoredWeight
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -136,6 +138,7 @@ def hugging_face_config(file: GGUFFile) -> dict[str, Any]:
     """
     name, architecture = architecture_of(file)
     reader = architecture_reader(file, name)
+    _refuse_old_blocks(file)
     config = {"model_type": architecture.model_type, **architecture.config(reader, file)}
     if unread := reader.unread():
         listed = ", ".join(f"{key}={value!r}" for key, value in sorted(unread.items()))
@@ -144,6 +147,17 @@ def hugging_face_config(file: GGUFFile) -> dict[str, Any]:
             "effect"
         )
     return config
+
+
+def _refuse_old_blocks(file: GGUFFile) -> None:
+    """Blocks of quantized types were laid out otherwise before version 2."""
+    version = file.metadata.get("general.quantization_version", GGML_QUANT_VERSION)
+    quantized = [tensor for tensor in file.tensors.values() if tensor.type in QUANTIZED_TYPES]
+    if quantized and version != GGML_QUANT_VERSION:
+        raise ValueError(
+            f"{file.path}: general.quantization_version is {version!r}, expected {GGML_QUANT_VERSION}; convert the "
+            "model again"
+        )
 
 
 def hugging_face_weights(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, StoredWeight]:

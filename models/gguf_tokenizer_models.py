@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from kvgraph.models.gguf_vocabulary import Vocabulary
+from kvgraph.models.gguf_vocabulary import SPACE, Vocabulary
 
-# SentencePiece's space.
-SPACE = "▁"
 # The words of cl100k, with digits in groups of up to three or one by one; those of o200k, by case.
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -12,6 +12,8 @@ from gguf import TokenType
 from kvgraph.models.gguf_file import GGUFFile
 from kvgraph.models.gguf_header import Value
 
+# SentencePiece's space.
+SPACE = "▁"
 _PREFIX = "tokenizer.ggml."
 _ROLE = "_token_id"
 
@@ -66,13 +68,16 @@ def read_vocabulary(file: GGUFFile) -> Vocabulary | None:
     if not isinstance(model, str) or not isinstance(pre, str | None):
         raise ValueError(f"{file.path}: {_PREFIX}model is {model!r} and pre is {pre!r}, expected names")
     tokens = _strings(file.path, settings, "tokens")
+    types = _numbers(file.path, settings, "token_type", len(tokens))
+    if model == "llama":
+        tokens = [_spaced(token, kind) for token, kind in zip(tokens, types, strict=True)]
     _refuse_repeated(file.path, tokens)
     return Vocabulary(
         path=file.path,
         model=model,
         pre=pre,
         tokens=tuple(tokens),
-        types=tuple(_numbers(file.path, settings, "token_type", len(tokens))),
+        types=tuple(types),
         scores=tuple(_numbers(file.path, settings, "scores", len(tokens))) if "scores" in settings else (),
         merges=tuple(
             _pair(file.path, merge) for merge in _strings(file.path, settings, "merges", optional=True)
@@ -98,6 +103,11 @@ def _numbers(path: Path, settings: Mapping[str, Value], key: str, length: int) -
             f"{path}: {_PREFIX}{key} has {len(values)} values, expected one for each of {length} tokens"
         )
     return values
+
+
+def _spaced(token: str, kind: int) -> str:
+    """What a token stands for in a text: early converters left SentencePiece's spaces in those that users defined."""
+    return token.replace(SPACE, " ") if kind == TokenType.USER_DEFINED and token != SPACE else token
 
 
 def _refuse_repeated(path: Path, tokens: list[str]) -> None:

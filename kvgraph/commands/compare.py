@@ -104,7 +104,7 @@ def _open_checkpoint(args: argparse.Namespace, bundle: Bundle) -> Session:
     if args.checkpoint is not None:
         return TorchSession.open(open_checkpoint(args.checkpoint), "float32")
     name, revision = bundle.source["name"], bundle.source["revision"]
-    if bundle.source["kind"] == "directory" and not Path(name).is_dir():
+    if bundle.source["kind"] in ("directory", "gguf") and not Path(name).exists():
         raise FileNotFoundError(
             f"{name}: the checkpoint that was exported is not there any more; name it with --checkpoint, or compare "
             "with another bundle by --against"

@@ -11,7 +11,7 @@ HELP = "turn a checkpoint into a bundle: two ONNX graphs, their weights and a to
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.add_argument(
-        "checkpoint", help="Hugging Face directory, hub id, or (with --no-weights) a config.json"
+        "checkpoint", help="Hugging Face directory, GGUF file, hub id, or (with --no-weights) a config.json"
     )
     parser.add_argument("-o", "--output", required=True, metavar="BUNDLE", help="directory to write")
     parser.add_argument("--revision", help="branch, tag or commit of a hub checkpoint")

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="CHECKPOINT|BUNDLE|config.json",
-        help="Hugging Face directory, hub id, config.json, or a bundle",
+        help="Hugging Face directory, GGUF file, hub id, config.json, or a bundle",
     )
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="size the cache for N rows (1)")
     parser.add_argument(
