@@ -1,0 +1,101 @@
+"""Float bundles to quantize, quantized ones, and ONNX Runtime as the tests of quantization want it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+import kvgraph.runtime.ort
+from kvgraph.export.bundle import Bundle
+from kvgraph.export.targets.ort_cpu import widened_contract
+from kvgraph.export.targets.ort_cpu_graph import lower_for_ort_cpu, needs_lowering
+from kvgraph.quant.linears import find_linears
+from kvgraph.quant.plan import GraphPlan, QuantizationPlan, parse_plan
+from kvgraph.quant.quantizer import quantize_bundle
+from kvgraph.runtime.ort import OrtSession
+
+# Stands for a calibrated scale of every input: those of the tiny models reach some 3.
+_INPUT_SCALES = {"int8": 0.02, "float8_e4m3fn": 0.01}
+
+
+@pytest.fixture(scope="session")
+def tiny(exported: Callable[..., Bundle], tiny_llama: Callable[..., Path]) -> Bundle:
+    """Two layers of odd sizes: 20 and 44 inputs are not whole blocks of 16 or 32."""
+    return exported(tiny_llama())
+
+
+@pytest.fixture(scope="session")
+def tied(exported: Callable[..., Bundle], tiny_llama: Callable[..., Path]) -> Bundle:
+    """The same with the embedding table as its head."""
+    return exported(tiny_llama(tie_word_embeddings=True))
+
+
+@pytest.fixture(scope="session")
+def stories(exported: Callable[..., Bundle], shared_data: Path) -> Bundle:
+    """A model that was trained."""
+    return exported(shared_data / "stories260k")
+
+
+@pytest.fixture(scope="session")
+def input_scales() -> dict[str, float]:
+    """Format -> the scale that `quantized` gives every input that has one for the whole tensor."""
+    return _INPUT_SCALES
+
+
+def _with_scales(bundle: Bundle, plan: QuantizationPlan) -> QuantizationPlan:
+    """A plan with one of `_INPUT_SCALES` for every input that has one scale."""
+
+    def complete(plan: GraphPlan) -> GraphPlan:
+        found = find_linears(ir.load(bundle.graph_path("prefill")))
+        scales = {}
+        for linear in found.linears:
+            scheme = plan.recipe.module_scheme(linear.module)
+            if scheme is not None and scheme.activation is not None:
+                scales[linear.module] = _INPUT_SCALES[scheme.activation.format]
+        return GraphPlan(plan.recipe, activation_scales=scales)
+
+    prefill = complete(plan.prefill)
+    return QuantizationPlan(prefill, prefill if plan.prefill is plan.decode else complete(plan.decode))
+
+
+@pytest.fixture(scope="session")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Bundle, str], Bundle]:
+    """Quantizes a bundle by a recipe, once for each pair."""
+
+    @functools.cache
+    def quantize(path: Path, recipe: str) -> Bundle:
+        bundle = Bundle.open(path)
+        output = tmp_path_factory.mktemp("quantized") / "bundle"
+        return quantize_bundle(bundle, _with_scales(bundle, parse_plan(recipe)), output)
+
+    return lambda bundle, recipe: quantize(bundle.path, recipe)
+
+
+@pytest.fixture(scope="session")
+def run_exactly() -> Callable[[Bundle], OrtSession]:
+    """A bundle under ONNX Runtime, lowered for it where need be, whose weight-only products keep their input float.
+
+    By default ONNX Runtime rounds that input to 8 bits in blocks of 32, which is no part of the graph.
+    """
+    options = kvgraph.runtime.ort.session_options
+
+    def exact_options(threads: int | None, mapped_weights: bool) -> object:
+        found = options(threads, mapped_weights)
+        found.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+        return found
+
+    @functools.cache
+    def open_path(path: Path) -> OrtSession:
+        bundle = Bundle.open(path)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kvgraph.runtime.ort, "session_options", exact_options)
+            if not needs_lowering(bundle):
+                return OrtSession(bundle, threads=1)
+            graphs = lower_for_ort_cpu(bundle)
+            return OrtSession(bundle, threads=1, graphs=graphs, contract=widened_contract(bundle.contract))
+
+    return lambda bundle: open_path(bundle.path)
