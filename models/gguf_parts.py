@@ -41,7 +41,7 @@ def _part_paths(first: GGUFFile) -> list[Path]:
     named = _PART.fullmatch(path.name)
     if named is None or int(named["count"]) != count:
         raise ValueError(
-            f"{path}: is one of {count} files, expected to be named model-00001-of-0000{count}.gguf"
+            f"{path}: is one of {count} files, expected to be named model-00001-of-{count:05}.gguf"
         )
     paths = [
         path.with_name(f"{named['stem']}-{part:05}-of-{count:05}.gguf") for part in range(1, int(count) + 1)

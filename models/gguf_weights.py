@@ -168,7 +168,7 @@ class Transposed:
 class LessOne:
     """A norm's weight w of which the file holds 1 + w, as float32.
 
-    No bit is lost: 1 + w, once rounded, is no finer near -1 than w was, so taking the one away again is exact.
+    Taking the one away is exact, for what the sum was rounded to has no bits that the difference would have to round.
 
     Attributes:
         base: 1 + w.
