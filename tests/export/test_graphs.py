@@ -194,6 +194,17 @@ def test_norms_angles_and_logits_are_float32_whatever_the_type(model: onnx.Model
     assert kinds["logits"] == TensorProto.FLOAT
 
 
+def test_positions_become_float32_at_once(model: onnx.ModelProto) -> None:
+    """Rounded to half precision on the way, angles at a few thousand positions are off by whole radians."""
+    kinds, producers = types(model), {name: node for node in model.graph.node for name in node.output}
+    (cos,) = (node for node in model.graph.node if node.op_type == "Cos")
+    product = producers[cos.input[0]]
+    factors = {producers[name].op_type if name in producers else name: name for name in product.input}
+    assert factors.keys() == {"Cast", "frequencies"}
+    assert {kinds[name] for name in factors.values()} == {TensorProto.FLOAT}
+    assert kinds[producers[factors["Cast"]].input[0]] == TensorProto.INT64
+
+
 def test_products_attention_and_cache_are_of_the_type_asked_for(model: onnx.ModelProto, export: str) -> None:
     kinds, compute = types(model), ONNX_TYPES[EXPORTS[export][1]]
     for operator in ("MatMul", "RotaryEmbedding", "TensorScatter"):
