@@ -27,6 +27,7 @@ FAMILIES = {
     "granite": "kvgraph.models.families.granite",
     "llama": "kvgraph.models.families.llama",
     "mistral": "kvgraph.models.families.mistral",
+    "mixtral": "kvgraph.models.families.mixtral",
     "mpt": "kvgraph.models.families.mpt",
     "olmo2": "kvgraph.models.families.olmo2",
     "phi": "kvgraph.models.families.phi",
