@@ -36,6 +36,7 @@ FAMILIES = {
     "pre_norm_decoder": "kvgraph.models.families.pre_norm_decoder",
     "qwen2": "kvgraph.models.families.qwen2",
     "qwen3": "kvgraph.models.families.qwen3",
+    "qwen3_moe": "kvgraph.models.families.qwen3_moe",
     "smollm3": "kvgraph.models.families.smollm3",
     "starcoder2": "kvgraph.models.families.starcoder2",
 }
