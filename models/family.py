@@ -35,6 +35,7 @@ FAMILIES = {
     "post_norm_decoder": "kvgraph.models.families.post_norm_decoder",
     "pre_norm_decoder": "kvgraph.models.families.pre_norm_decoder",
     "qwen2": "kvgraph.models.families.qwen2",
+    "qwen2_moe": "kvgraph.models.families.qwen2_moe",
     "qwen3": "kvgraph.models.families.qwen3",
     "qwen3_moe": "kvgraph.models.families.qwen3_moe",
     "smollm3": "kvgraph.models.families.smollm3",
