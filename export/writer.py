@@ -89,6 +89,8 @@ def _make_locked(destination: Path) -> tuple[Path, IO[str]]:
 
 
 def _refuse_existing(destination: Path, marker: str, force: bool) -> None:
+    if destination == Path.cwd():
+        raise FileExistsError(f"{destination}: is the working directory; name a new directory as the output")
     if destination.exists() and not destination.is_dir():
         raise NotADirectoryError(f"{destination}: a file is there; choose another output")
     if not destination.is_dir() or not any(destination.iterdir()):

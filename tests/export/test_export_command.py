@@ -20,14 +20,15 @@ def checkpoint(tiny_llama: Callable[..., Path]) -> str:
     return str(tiny_llama())
 
 
+@pytest.mark.parametrize("name", ["out", "Ünïcödé 模型 🙂"])
 def test_export_prints_one_line_and_no_progress_where_nobody_watches(
-    checkpoint: str, tmp_path: Path, quick: None, capfd: pytest.CaptureFixture[str]
+    checkpoint: str, tmp_path: Path, quick: None, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
-    assert main(["export", checkpoint, "-o", str(tmp_path / "out")]) == 0
+    assert main(["export", checkpoint, "-o", str(tmp_path / name)]) == 0
     out, err = capfd.readouterr()
-    assert out == f"{tmp_path / 'out'}: llama, 2 layers, float32, 4 files, 0.1 MB\n"
+    assert out == f"{tmp_path / name}: llama, 2 layers, float32, 4 files, 0.1 MB\n"
     assert err == ""
-    Bundle.open(tmp_path / "out", verify=True)
+    Bundle.open(tmp_path / name, verify=True)
 
 
 def test_existing_bundle_needs_force(

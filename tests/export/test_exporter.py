@@ -18,7 +18,6 @@ from kvgraph.export import exporter
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.exporter import ExportOptions, export_checkpoint, trace_model
 from kvgraph.export.torch_session import TorchSession
-from kvgraph.export.weights_file import WEIGHTS_FILE
 from kvgraph.models.checkpoint import open_checkpoint
 from kvgraph.models.layers import Precision
 
@@ -149,16 +148,6 @@ def test_tied_checkpoint_may_repeat_its_embedding(
 
 def embedding(weights: dict[str, torch.Tensor]) -> torch.Tensor:
     return weights["model.embed_tokens.weight"]
-
-
-def test_tied_weight_is_stored_once(tiny_llama: Callable[..., Path], exported: Callable[..., Bundle]) -> None:
-    tied = {
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
-    }
-    bundle = exported(tiny_llama(**tied))
-    assert "lm_head.weight" not in load_file(bundle.path / WEIGHTS_FILE)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -196,6 +196,16 @@ def test_force_does_not_replace_another_kind_of_directory(tmp_path: Path) -> Non
     assert names(tmp_path / "photos") == ["one.jpg"]
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_working_directory_is_not_replaced_under_our_feet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, force: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileExistsError, match="is the working directory; name a new directory"):
+        write(Path("."), force=force)
+    assert Path.cwd() == tmp_path
+
+
 def test_file_in_the_place_of_the_output_is_kept(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("precious")
     with pytest.raises(NotADirectoryError, match="a file is there"):
