@@ -152,7 +152,7 @@ def _prove(
         noise += float(np.square(error, dtype=np.float64).sum())
         largest = max(largest, float(error.max()))
     snr = _decibels(signal, noise)
-    if not math.isfinite(noise) or (snr is not None and snr < _LEAST_SNR_DB):
+    if snr is not None and snr < _LEAST_SNR_DB:
         raise RuntimeError(
             f"{job.name}: read back, its signal to noise is {snr} dB, expected at least {_LEAST_SNR_DB}; "
             "the recipe is too coarse for this weight, or it was not written right"
@@ -201,7 +201,7 @@ def _decibels(signal: float, noise: float) -> float | None:
     """Signal to noise; None where there is no noise."""
     if noise == 0:
         return None
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise) else -math.inf
 
 
 def _scale_range(written: BundleWeights, weight: DequantizedWeight) -> tuple[float, float, float]:

@@ -89,7 +89,8 @@ def _write_rescaled(
     for start, values in _pieces(weights, job.source):
         part = slice(start, start + len(values))
         result = rescale(as_float32(values), rescaling, part, slice(None) if values.ndim > 1 else part)
-        stored = result.astype(values.dtype)
+        with np.errstate(over="ignore"):
+            stored = result.astype(values.dtype)
         if not np.isfinite(as_float32(stored)).all():
             raise ValueError(f"{job.source}: rescaled, it is out of the range of {values.dtype.name}")
         writer.write(job.name, _bytes(stored), offset)
