@@ -67,58 +67,69 @@ class Evaluation:
         }
 
 
-def evaluate_bundle(reference: Bundle, quantized: Bundle, text: Path) -> Evaluation:
+@dataclass(frozen=True, slots=True)
+class EvaluationText:
+    """A text in tokens.
+
+    Attributes:
+        name: Of its file.
+        token_ids: The text without BOS.
+        bos_token_id: What each window begins with; None: the first token of each is not scored.
+    """
+
+    name: str
+    token_ids: Sequence[int]
+    bos_token_id: int | None
+
+
+def read_evaluation_text(path: Path, bundle: Bundle) -> EvaluationText:
+    """A file of UTF-8 text in a bundle's tokens.
+
+    Raises:
+        FileNotFoundError: There is no such file, or the bundle has no tokenizer.
+        ValueError: The text is not UTF-8, or empty.
+    """
+    try:
+        content = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error})") from error
+    tokenizer = Tokenizer.load(bundle.path, bundle.config)
+    token_ids = tokenizer.encode(content, add_special_tokens=False)
+    if len(token_ids) < 2:
+        raise ValueError(f"{path}: {len(token_ids)} tokens, too few to score one; give a longer text")
+    return EvaluationText(path.name, token_ids, tokenizer.bos_token_id)
+
+
+def evaluate_bundle(reference: Bundle, quantized: Bundle, text: EvaluationText) -> Evaluation:
     """Compare a quantized bundle with its float one on a text, as it is used.
 
     Where the two graphs have recipes of their own, the first half of every window goes through prefill, the rest
     through decode: each graph then counts as much as the other.
-
-    Raises:
-        ValueError: The text is not UTF-8 or too short, or the bundle has no tokenizer.
     """
-    tokenizer = Tokenizer.load(reference.path, reference.config)
-    try:
-        content = text.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{text}: not UTF-8 text ({error})") from error
-    token_ids = tokenizer.encode(content, add_special_tokens=False)
     assert quantized.recipe is not None
     split = quantized.recipe["prefill"] != quantized.recipe["decode"]
     sessions = _open(reference), _open(quantized)
     limit = sessions[0].contract.capacity or sessions[0].contract.max_positions
     window = min(DEFAULT_WINDOW, limit)
     prefill = window // 2 if split else window
-    return evaluate(*sessions, token_ids, tokenizer.bos_token_id, window, prefill, text.name)
+    return evaluate(*sessions, text, window, prefill)
 
 
 def evaluate(
-    reference: Session,
-    candidate: Session,
-    token_ids: Sequence[int],
-    bos_token_id: int | None,
-    window: int,
-    prefill: int,
-    text: str = "",
+    reference: Session, candidate: Session, text: EvaluationText, window: int, prefill: int
 ) -> Evaluation:
     """Compare two sessions over consecutive windows of a text that know nothing of each other.
 
     Args:
         reference: What is right.
         candidate: What is judged.
-        token_ids: The text without BOS.
-        bos_token_id: What each window begins with; None: the first token of each is not scored.
+        text: Two tokens or more.
         window: Tokens of a window.
         prefill: How many tokens of a window are prefilled.
-        text: Its name.
-
-    Raises:
-        ValueError: The text is too short to score a token.
     """
-    prefix = [] if bos_token_id is None else [bos_token_id]
-    texts = [np.array([*prefix, *token_ids[at : at + window]]) for at in range(0, len(token_ids), window)]
+    prefix, ids = [] if text.bos_token_id is None else [text.bos_token_id], text.token_ids
+    texts = [np.array([*prefix, *ids[at : at + window]]) for at in range(0, len(ids), window)]
     texts = [one for one in texts if len(one) > 1]
-    if not texts:
-        raise ValueError(f"the text has {len(token_ids)} tokens, too few to score one; give a longer one")
     batch = min(len(texts), _CALL_WINDOWS)
     scores = [
         scored
@@ -129,7 +140,7 @@ def evaluate(
     info = candidate.info
     with np.errstate(over="ignore"):
         return Evaluation(
-            text=text,
+            text=text.name,
             tokens=len(right),
             windows=len(texts),
             window=window,

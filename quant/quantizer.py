@@ -20,7 +20,7 @@ from kvgraph.export.contract import GRAPHS, GraphName, graph_file
 from kvgraph.export.weights_file import WEIGHTS_FILE, WeightLayout, WeightsWriter, plan_layout
 from kvgraph.export.writer import writing_directory
 from kvgraph.quant.bundle_weights import BundleWeights
-from kvgraph.quant.evaluation import evaluate_bundle
+from kvgraph.quant.evaluation import evaluate_bundle, read_evaluation_text
 from kvgraph.quant.plan import QuantizationPlan
 from kvgraph.quant.proof import prove_weights
 from kvgraph.quant.rewrite import dequantize_weight, quantize_inputs, quantize_tokens, relocate_weights
@@ -56,6 +56,7 @@ def quantize_bundle(
         RuntimeError: What was written does not give the weights back.
     """
     _refuse(bundle, plan)
+    text = None if evaluation is None else read_evaluation_text(evaluation, bundle)
     if Path(output).resolve() == bundle.path.resolve():
         raise ValueError(f"{output}: is the bundle to quantize; choose another output")
     with BundleWeights(bundle) as weights, writing_directory(output, BUNDLE_FILE, force) as directory:
@@ -75,8 +76,8 @@ def quantize_bundle(
         proof = prove_weights(described, weights, choices, jobs)
         sizes = {"float": bundle.files[WEIGHTS_FILE].size, "quantized": layout.size}
         quantization = {"source_digest": bundle.digest(), "size": sizes, **proof.to_json()}
-        if evaluation is not None:
-            quantization["evaluation"] = evaluate_bundle(bundle, described, evaluation).to_json()
+        if text is not None:
+            quantization["evaluation"] = evaluate_bundle(bundle, described, text).to_json()
         write_description(replace(described, quantization=quantization))
     return Bundle.open(output)
 

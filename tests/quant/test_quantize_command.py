@@ -1,0 +1,69 @@
+"""`kvgraph quantize` and what it prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvgraph.cli import main
+from kvgraph.export.bundle import Bundle
+from kvgraph.quant.report import format_quantization
+
+
+def test_quantizes_and_says_what_it_did(
+    tiny: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    assert main(["quantize", str(tiny.path), "-o", str(output), "--recipe", "int4-wo"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:5] == ["module", "graphs", "weight", "input", "count"]
+    row = next(line for line in lines if line.startswith("model.layers.{i}.mlp.up_proj"))
+    assert row.split()[1:6] == ["both", "int4", "block", "32", "float"]
+    assert "left float: lm_head             the recipe keeps it" in lines
+    assert [line for line in lines if line.startswith("worst module")]
+    assert lines[-1].startswith(f"{output}: int4-wo, ")
+
+
+def test_explains_every_module(tiny: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--recipe", "prefill=int8-dynamic,decode=int4-wo", "--explain"]
+    assert main(["quantize", str(tiny.path), "-o", str(tmp_path / "out"), *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines if line.startswith("model.layers.1.mlp.up_proj")]
+    assert [(row[1], row[2]) for row in rows] == [("prefill", "int8"), ("decode", "int4")]
+    least, median, most = (float(number) for number in rows[0][6:9])
+    assert 0 < least < median < most
+
+
+def test_writes_a_picture(tiny: Bundle, tmp_path: Path) -> None:
+    picture = tmp_path / "errors.png"
+    arguments = ["--recipe", "int8-wo", "--plot", str(picture)]
+    assert main(["quantize", str(tiny.path), "-o", str(tmp_path / "out"), *arguments]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipe", "int3"], "recipe 'int3' is not known; known are fp8"),
+        (["--recipe", "fp8"], "has no scale for its input; give --calibration FILE"),
+        (["--recipe", "int8-wo", "--evaluation", "absent.txt"], "absent.txt: No such file"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tiny: Bundle,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    assert main(["quantize", str(tiny.path), "-o", str(tmp_path / "out"), *arguments]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("kvgraph: error: ")
+    assert message in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_float_bundle_has_nothing_to_show(tiny: Bundle) -> None:
+    with pytest.raises(ValueError, match="is not quantized"):
+        format_quantization(tiny)
