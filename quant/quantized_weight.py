@@ -211,7 +211,8 @@ def _squared_error(
 
 def _scaled(blocks: Floats, scale: Floats, zero_point: Floats | None) -> Floats:
     """Blocks in units of their scales, from their zero points; 0 where a product of scales has become 0."""
-    scaled = blocks / np.where(scale > 0, scale, np.float32(np.inf))[:, None, :]
+    divisor: Floats = np.where(scale > 0, scale, np.float32(np.inf))
+    scaled: Floats = blocks / divisor[:, None, :]
     if zero_point is not None:
         np.rint(scaled, out=scaled)
         scaled += zero_point[:, None, :]
