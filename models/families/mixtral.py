@@ -83,12 +83,8 @@ def build(config: ModelConfig, precision: Precision) -> Decoder:
 
 def weight_names(config: ModelConfig) -> dict[str, Into]:
     """The experts stand one by one; w1 is the gate, w3 the up and w2 the down projection."""
-    block = f"{LAYER}block_sparse_moe"
-    return {
-        **same_names([*PRE_NORMS, *QKVO]),
-        f"{block}.gate.weight": f"{LAYER}mlp.gate.weight",
-        **expert_names(f"{block}.experts", gate="w1", up="w3", down="w2"),
-    }
+    experts = expert_names(f"{LAYER}block_sparse_moe", gate="w1", up="w3", down="w2")
+    return {**same_names([*PRE_NORMS, *QKVO]), **experts}
 
 
 FAMILY = Family("mixtral", config_from_hf, build, weight_names)

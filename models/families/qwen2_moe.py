@@ -100,8 +100,8 @@ def build(config: ModelConfig, precision: Precision) -> Decoder:
 def weight_names(config: ModelConfig) -> dict[str, Into]:
     """Checkpoint names are the graphs' own, save that the experts stand one by one."""
     shared = [f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")]
-    names = same_names([*PRE_NORMS, *QKVO, *GATED_MLP, "mlp.gate", *shared, "mlp.shared_expert_gate"])
-    return {**names, **expert_names(f"{LAYER}mlp.experts")}
+    names = same_names([*PRE_NORMS, *QKVO, *GATED_MLP, *shared, "mlp.shared_expert_gate"])
+    return {**names, **expert_names(f"{LAYER}mlp")}
 
 
 FAMILY = Family("qwen2_moe", config_from_hf, build, weight_names)

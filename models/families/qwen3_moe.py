@@ -95,8 +95,8 @@ def build(config: ModelConfig, precision: Precision) -> Decoder:
 
 def weight_names(config: ModelConfig) -> dict[str, Into]:
     """Checkpoint names are the graphs' own, save that the experts stand one by one."""
-    names = same_names([*PRE_NORMS, *QKVO, *HEAD_NORMS, *GATED_MLP, "mlp.gate"])
-    return {**names, **expert_names(f"{LAYER}mlp.experts")}
+    names = same_names([*PRE_NORMS, *QKVO, *HEAD_NORMS, *GATED_MLP])
+    return {**names, **expert_names(f"{LAYER}mlp")}
 
 
 FAMILY = Family("qwen3_moe", config_from_hf, build, weight_names)
