@@ -6,6 +6,8 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# A process a core, each with one thread; a file's tests stay together, since they share what they export.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 DEMO   := out/tiny
 
 .DEFAULT_GOAL := help
@@ -29,10 +31,10 @@ demo: $(READY)
 	$(BIN)/kvgraph run $(DEMO) --prompt 'Once upon a time'
 
 test: lint
-	$(BIN)/pytest -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 test-weekly: lint
-	$(BIN)/pytest
+	$(PYTEST)
 
 # import-linter reads folders, not installed packages, so it too looks at the tree of links.
 lint: $(READY) typing-tree

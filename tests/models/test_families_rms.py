@@ -126,7 +126,7 @@ def test_every_parameter_has_a_source_and_every_source_a_parameter(
     assert plan.shapes.keys() == {source for weight in plan.sources.values() for source in weight.names}
 
 
-@pytest.mark.parametrize("model_type", {name.split(",")[0] for name in FILES})
+@pytest.mark.parametrize("model_type", sorted({name.split(",")[0] for name in FILES}))
 def test_a_family_is_named_as_its_file(model_type: str) -> None:
     assert FAMILIES[model_type] == f"kvgraph.models.families.{model_type}"
     assert family(model_type).model_type == model_type
