@@ -61,7 +61,9 @@ def _widen_attributes(node: ir.Node) -> bool:
             tensor = ir.tensor(attribute.as_tensor().numpy().astype(np.float32))
             node.attributes[name] = ir.AttrTensor(name, tensor)
             changed = True
-        elif name in ("to", "softmax_precision", "output_dtype") and attribute.as_int() == ir.DataType.BFLOAT16:
+        elif (
+            name in ("to", "softmax_precision", "output_dtype") and attribute.as_int() == ir.DataType.BFLOAT16
+        ):
             node.attributes[name] = ir.AttrInt64(name, ir.DataType.FLOAT)
             changed = True
     return changed
