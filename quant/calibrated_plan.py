@@ -1,4 +1,4 @@
-"""What calibration adds to a plan: scales of inputs and of the cache, factors, quantizers that look at data."""
+"""What calibration adds to a plan: scales of inputs, ranges of the cache, factors, quantizers that look at data."""
 
 from __future__ import annotations
 
@@ -12,18 +12,26 @@ from kvgraph.export.contract import GRAPHS, past_key, past_value
 from kvgraph.quant import awq, smooth_quant
 from kvgraph.quant.activation_ranges import choose_scale
 from kvgraph.quant.bundle_weights import NUMPY_TYPES
+from kvgraph.quant.cache_ranges import choose_cache_range
 from kvgraph.quant.calibration import StatisticsReader, cache_directory, collect_statistics
-from kvgraph.quant.formats import FORMATS, Floats
+from kvgraph.quant.formats import Floats
 from kvgraph.quant.gptq import GptqOptions
 from kvgraph.quant.layer_graph import Piece, Product
 from kvgraph.quant.layerwise import LayerwiseModel
 from kvgraph.quant.output_error import RoundedProducts
-from kvgraph.quant.plan import GraphPlan, QuantizationPlan, Rescaling, WeightQuantizer, needs_statistics
+from kvgraph.quant.plan import (
+    CacheRange,
+    GraphPlan,
+    QuantizationPlan,
+    Rescaling,
+    WeightQuantizer,
+    needs_statistics,
+)
 from kvgraph.quant.recipe import Recipe
 from kvgraph.quant.rescaling import Fold, add_rescaling, find_folds
 from kvgraph.quant.scheme import ActivationScheme, CacheScheme
 from kvgraph.quant.sequential_gptq import GptqQuantizer
-from kvgraph.quant.statistics import InputStatistics, LayerStatistics
+from kvgraph.quant.statistics import CacheStatistics, InputStatistics, LayerStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +70,15 @@ def calibrate_plan(
     _check(plan)
     found = [_Findings(graph.recipe) for graph in graphs]
     directory = cache_directory(parent, model)
-    cache_scales: dict[str, Floats] = {}
+    cache_ranges: dict[str, CacheRange] = {}
     if any(needs_statistics(graph.recipe) for graph in graphs):
         for piece, statistics in collect_statistics(model, directory):
             for findings in found:
                 _decide(findings, piece, statistics, model, through_cache=shared)
             if (cache := plan.prefill.recipe.kv_cache) is not None:
-                cache_scales |= _cache_scales(cache, piece, statistics, found[0])
+                cache_ranges |= _cache_ranges(cache, piece, statistics, found[0])
     done = [_complete(*pair, model, directory, gptq) for pair in zip(graphs, found, strict=True)]
-    return QuantizationPlan(done[0], done[-1], cache_scales)
+    return QuantizationPlan(done[0], done[-1], cache_ranges)
 
 
 def _check(plan: QuantizationPlan) -> None:
@@ -152,21 +160,20 @@ def _choose_scales(found: _Findings, products: list[Product], inputs: InputStati
         found.scales[product.module] = known[scheme.activation]
 
 
-def _cache_scales(
+def _cache_ranges(
     scheme: CacheScheme, piece: Piece, statistics: LayerStatistics, found: _Findings
-) -> dict[str, Floats]:
-    """Scales of a layer's keys and values: [], [K] or [K, D] by the scheme's granularity."""
-    scales = {}
-    for role, largest in statistics.cache.items():
-        past_name = past_key if role == "key" else past_value
+) -> dict[str, CacheRange]:
+    """Offsets and scales of a layer's keys and values."""
+    ranges = {}
+    for role, kept in statistics.cache.items():
         if role == "value" and piece.name in found.value_factors:
-            largest = largest / found.value_factors[piece.name].reshape(largest.shape)
-        if scheme.granularity != "channel":
-            largest = largest.max(axis=1 if scheme.granularity == "head" else None)
-        # What was never active gets a range of 1.
-        scale = np.where(largest > 0, largest, np.float32(1)) / np.float32(FORMATS[scheme.format].maximum)
-        scales[past_name(piece.layer)] = scale.astype(np.float32)
-    return scales
+            factors = found.value_factors[piece.name].reshape(kept.mean.shape)
+            parts = (kept.low, kept.high, kept.mean, kept.length)
+            low, high, mean, length = (part / factors for part in parts)
+            kept = CacheStatistics(low, high, mean, length, kept.turned)
+        name = past_key(piece.layer) if role == "key" else past_value(piece.layer)
+        ranges[name] = choose_cache_range(kept, scheme, centred=role == "key")
+    return ranges
 
 
 def _complete(

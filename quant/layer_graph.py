@@ -191,6 +191,9 @@ def _products(nodes: Iterable[ir.Node], stored: Collection[str]) -> tuple[Produc
         activation, weight = node.inputs[0], node.inputs[1]
         if activation is None or weight is None or weight.name not in stored or activation.name is None:
             continue
+        # Experts, stacked [X, I, O], are rounded to nearest whatever the algorithm.
+        if len(weight.shape or ()) != 2:
+            continue
         transposed = node.op_type == "Gemm" and bool(node.attributes.get_int("transB", 0))
         found.append(Product(str(weight.name).removesuffix(_WEIGHT), activation.name, transposed))
     return tuple(found)

@@ -6,7 +6,7 @@ The residual stream of all sequences waits on disk between layers, a file for ea
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,12 +59,9 @@ class Batch:
 
     def rows(self, activation: Floats) -> Floats:
         """[..., I] of all tokens of the batch, in order, as [tokens, I] without those of padding."""
-        flat = activation.reshape(-1, activation.shape[-1])
-        valid = self.valid
-        # Several values a token, as stacked experts have them, come one expert after another.
-        repeats, rest = divmod(len(flat), len(valid))
-        assert rest == 0, f"{activation.shape} for {self.ids.shape} tokens"
-        return flat[np.tile(valid, repeats)] if not valid.all() else flat
+        flat, valid = activation.reshape(-1, activation.shape[-1]), self.valid
+        assert len(flat) == len(valid), f"{activation.shape} for {self.ids.shape} tokens"
+        return flat if valid.all() else flat[valid]
 
     def cache_rows(self, buffer: Floats) -> Floats:
         """A cache [B, K, S, D] as [tokens, K, D], without padding."""
@@ -98,9 +95,11 @@ class PieceRunner:
             piece.serialize(), session_options(None, False), providers=["CPUExecutionProvider"]
         )
 
-    def __call__(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """Its outputs by name."""
-        names = list(self.piece.outputs)
+    def __call__(
+        self, feeds: Mapping[str, NDArray[Any]], wanted: Sequence[str] | None = None
+    ) -> dict[str, NDArray[Any]]:
+        """Its outputs by name, or those that are wanted."""
+        names = list(self.piece.outputs if wanted is None else wanted)
         return dict(zip(names, self._session.run(names, dict(feeds)), strict=True))
 
 
@@ -207,41 +206,42 @@ class LayerwiseModel:
                 target.write(batch, outputs[hidden_state(target.layer)])
 
     def run_batch(
-        self, run: PieceRunner, weights: Mapping[str, Floats], batch: Batch, hidden: Floats
+        self,
+        run: PieceRunner,
+        weights: Mapping[str, Floats],
+        batch: Batch,
+        hidden: Floats,
+        wanted: Sequence[str] | None = None,
     ) -> dict[str, NDArray[Any]]:
-        """Outputs of a piece for one batch, whose stream [B, S, E] may hold a multiple of its rows."""
-        repeats = len(hidden) // len(batch.ids)
-        if repeats > 1:
-            batch = Batch(batch.index, np.tile(batch.ids, (repeats, 1)), np.tile(batch.lengths, repeats), 0)
-        return run({**self._inputs(run.piece, batch, {run.piece.stream: hidden}), **weights})
+        """Outputs of a piece, all or those that are wanted, for a batch with the stream [B, S, E]."""
+        return run({**self._inputs(run.piece, batch, {run.piece.stream: hidden}), **weights}, wanted)
+
+    def shared_values(self, batch: Batch) -> dict[str, NDArray[Any]]:
+        """What the layers share for a batch: masks, angles."""
+        piece = self._shared.piece
+        return self._shared({**self._whole_inputs(piece, batch), **self.layer_weights(piece)})
 
     def _inputs(
         self, piece: Piece, batch: Batch, given: Mapping[str, NDArray[Any]]
     ) -> dict[str, NDArray[Any]]:
-        """Values for what a piece reads beside weights: an empty cache, and the prelude's shared values."""
+        """Values for what a piece reads beside weights."""
+        feeds = {**given, **self._whole_inputs(piece, batch)}
+        if any(name in self.graph.shared for name in piece.inputs):
+            feeds |= self.shared_values(batch)
+        return {name: feeds[name] for name in piece.inputs}
+
+    def _whole_inputs(self, piece: Piece, batch: Batch) -> dict[str, NDArray[Any]]:
+        """Those of the whole graph's inputs that a piece reads; the cache is empty."""
         rows, length = batch.ids.shape
-        feeds: dict[str, NDArray[Any]] = dict(given)
-        whole = {
+        given = {
             INPUT_IDS: batch.ids,
             PAST_LENGTH: np.zeros(rows, np.int64),
             NEW_LENGTH: batch.lengths,
             LOGIT_POSITIONS: np.tile(np.arange(length), (rows, 1)),
         }
-        if any(name in self.graph.shared for name in piece.inputs):
-            feeds |= self._shared_values(whole)
-        for name in piece.inputs:
-            if name in self._state:
-                feeds[name] = self._empty_cache(name, rows, length)
-            elif name in whole:
-                feeds[name] = whole[name]
-        return {name: feeds[name] for name in piece.inputs}
-
-    def _shared_values(self, whole: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        rows, length = whole[INPUT_IDS].shape
-        wanted = self._shared.piece.inputs
-        feeds = {name: value for name, value in whole.items() if name in wanted}
-        feeds |= {name: self._empty_cache(name, rows, length) for name in wanted if name in self._state}
-        return self._shared({**feeds, **self.layer_weights(self._shared.piece)})
+        feeds: dict[str, NDArray[Any]] = {name: given[name] for name in piece.inputs if name in given}
+        caches = [name for name in piece.inputs if name in self._state]
+        return feeds | {name: self._empty_cache(name, rows, length) for name in caches}
 
     def _empty_cache(self, name: str, rows: int, length: int) -> Floats:
         _, heads, slots, head_dim = self._state[name].shape

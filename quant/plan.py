@@ -71,6 +71,19 @@ class Rescaling:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheRange:
+    """How the codes of one state tensor stand for values: value = code * scale + offset.
+
+    Attributes:
+        scale: [], [K] or [K, D], by the scheme's granularity.
+        offset: [K, D].
+    """
+
+    scale: Floats
+    offset: Floats
+
+
+@dataclass(frozen=True, slots=True)
 class GraphPlan:
     """How one graph is quantized.
 
@@ -95,13 +108,13 @@ class QuantizationPlan:
     Attributes:
         prefill: How prefill.onnx is.
         decode: How decode.onnx is.
-        cache_scales: State tensor ("past_key_values.0.key") -> scales [], [K] or [K, D], as the granularity of the
-            recipes' kv_cache asks; empty where the cache stays float.
+        cache_ranges: State tensor ("past_key_values.0.key") -> its offset and scale; empty where the cache stays
+            float.
     """
 
     prefill: GraphPlan
     decode: GraphPlan
-    cache_scales: Mapping[str, Floats] = field(default_factory=dict)
+    cache_ranges: Mapping[str, CacheRange] = field(default_factory=dict)
 
     def graph(self, name: GraphName) -> GraphPlan:
         """The plan of one graph."""

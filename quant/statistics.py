@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 
 from kvgraph.export.contract import present_key, present_value
 from kvgraph.quant.formats import Floats
+from kvgraph.quant.key_rotation import NO_PAIRS, find_rotary_pairs
 from kvgraph.quant.layer_graph import Piece
 from kvgraph.quant.layerwise import Batch
 
 # Tokens whose activations are kept whole.
 ROWS = 512
+_CACHE_PARTS = ("low", "high", "mean", "length", "turned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +43,41 @@ class InputStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """Of the keys or values [tokens, K, D] that a layer keeps.
+
+    Attributes:
+        low: [K, D], least value of every channel of every head.
+        high: [K, D], largest.
+        mean: [K, D].
+        length: [K, D], largest magnitude, of a turned channel that of its pair: what it may reach at other positions.
+        turned: [D], whether a rotary embedding turns the channel.
+    """
+
+    low: Floats
+    high: Floats
+    mean: Floats
+    length: Floats
+    turned: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerStatistics:
     """Of one layer, or of the head.
 
     Attributes:
         inputs: Name of the value -> its statistics.
-        cache: "key" and "value" -> [K, D], largest magnitude of every channel of every head; empty for the head.
+        cache: "key" and "value" -> their statistics; empty for the head.
     """
 
     inputs: Mapping[str, InputStatistics]
-    cache: Mapping[str, Floats]
+    cache: Mapping[str, CacheStatistics]
 
     def save(self, path: Path) -> None:
         """Write them, complete or not at all."""
-        arrays: dict[str, NDArray[Any]] = {f"cache.{role}": value for role, value in self.cache.items()}
+        arrays: dict[str, NDArray[Any]] = {}
+        for role, kept in self.cache.items():
+            arrays |= {f"{role}.{part}": getattr(kept, part) for part in _CACHE_PARTS}
         for index, entry in enumerate(self.inputs.values()):
             arrays[f"{index}.largest"], arrays[f"{index}.mean"] = entry.largest, entry.mean
             # Half the space; what is lost is less than any format that is searched for loses.
@@ -72,7 +95,11 @@ class LayerStatistics:
                 largest = file[f"{index}.largest"]
                 rows = file[f"{index}.rows"].astype(np.float32) * _unit(largest)
                 inputs[name] = InputStatistics(largest, file[f"{index}.mean"], rows)
-            cache = {role: file[f"cache.{role}"] for role in ("key", "value") if f"cache.{role}" in file}
+            cache = {
+                role: CacheStatistics(*(file[f"{role}.{part}"] for part in _CACHE_PARTS))
+                for role in ("key", "value")
+                if f"{role}.{_CACHE_PARTS[0]}" in file
+            }
         return cls(inputs, cache)
 
 
@@ -90,17 +117,17 @@ class StatisticsCollector:
     """
 
     def __init__(self, piece: Piece, tokens: int, layer: int | None) -> None:
-        self._names = list(piece.product_inputs())
         self._where = piece.name
+        self._pairs = NO_PAIRS if layer is None else find_rotary_pairs(piece)
         self._tokens = tokens
         self._cache_names = (
             {} if layer is None else {"key": present_key(layer), "value": present_value(layer)}
         )
         chosen = np.random.default_rng(0).choice(tokens, min(ROWS, tokens), replace=False)
         self._chosen = np.sort(chosen)
-        self._largest: dict[str, Floats] = {}
-        self._sum: dict[str, NDArray[np.float64]] = {}
-        self._rows: dict[str, list[Floats]] = {name: [] for name in self._names}
+        self._inputs = {name: _Extent() for name in piece.product_inputs()}
+        self._cache = {role: _Extent() for role in self._cache_names}
+        self._lengths: dict[str, Floats] = {}
 
     def visit(self, batch: Batch, outputs: Mapping[str, NDArray[Any]]) -> None:
         """Take in a batch.
@@ -108,34 +135,71 @@ class StatisticsCollector:
         Raises:
             ValueError: An activation is not finite.
         """
-        for name in self._names:
+        last = batch.first_token + int(batch.lengths.sum())
+        inside = (self._chosen >= batch.first_token) & (self._chosen < last)
+        mine = self._chosen[inside] - batch.first_token
+        for name, extent in self._inputs.items():
             rows = batch.rows(outputs[name])
-            magnitudes = np.abs(rows)
-            self._raise_to(name, magnitudes)
-            self._sum[name] = self._sum.get(name, 0) + magnitudes.sum(axis=0, dtype=np.float64)
-            last = batch.first_token + int(batch.lengths.sum())
-            mine = self._chosen[(self._chosen >= batch.first_token) & (self._chosen < last)]
-            self._rows[name].append(rows[mine - batch.first_token])
-        for role, name in self._cache_names.items():
-            self._raise_to(role, np.abs(batch.cache_rows(outputs[name])))
+            self._check(name, rows)
+            extent.add(rows, np.abs(rows), mine)
+        for role, extent in self._cache.items():
+            entries = batch.cache_rows(outputs[self._cache_names[role]])
+            self._check(role, entries)
+            extent.add(entries, entries, mine[:0])
+            lengths = self._pairs.lengths(entries) if role == "key" else np.abs(entries)
+            self._lengths[role] = np.maximum(self._lengths.get(role, np.float32(0)), lengths.max(axis=0))
 
     def finish(self) -> LayerStatistics:
         """The statistics of everything seen."""
         inputs = {
             name: InputStatistics(
-                self._largest[name],
-                (self._sum[name] / self._tokens).astype(np.float32),
-                np.concatenate(self._rows[name]),
+                np.maximum(extent.high, -extent.low), extent.mean(self._tokens), extent.kept()
             )
-            for name in self._names
+            for name, extent in self._inputs.items()
         }
-        return LayerStatistics(inputs, {role: self._largest[role] for role in self._cache_names})
+        cache = {
+            role: CacheStatistics(
+                extent.low, extent.high, extent.mean(self._tokens), self._lengths[role], self._turned(role)
+            )
+            for role, extent in self._cache.items()
+        }
+        return LayerStatistics(inputs, cache)
 
-    def _raise_to(self, name: str, magnitudes: Floats) -> None:
-        largest = magnitudes.max(axis=0)
-        if not np.isfinite(largest).all():
+    def _turned(self, role: str) -> NDArray[np.bool_]:
+        turned = np.zeros(self._lengths[role].shape[-1], np.bool_)
+        if role == "key":
+            turned[self._pairs.first] = turned[self._pairs.second] = True
+        return turned
+
+    def _check(self, name: str, values: Floats) -> None:
+        if not np.isfinite(values).all():
             raise ValueError(
                 f"{self._where}: calibration makes {name!r} NaN or infinite; the weights or the data are broken, "
                 "see kvgraph compare --layers"
             )
-        self._largest[name] = np.maximum(self._largest.get(name, np.float32(0)), largest)
+
+
+class _Extent:
+    """Least and largest values, a sum and some rows of tensors [tokens, ...] that come in parts."""
+
+    def __init__(self) -> None:
+        self.low: Floats = np.array(np.inf, np.float32)
+        self.high: Floats = np.array(-np.inf, np.float32)
+        self._sum: NDArray[np.float64] = np.zeros(())
+        self._rows: list[Floats] = []
+
+    def add(self, values: Floats, summed: Floats, kept: NDArray[np.int64]) -> None:
+        """Take in values, the same or others to sum, and keep those of some tokens."""
+        self.low = np.minimum(self.low, values.min(axis=0))
+        self.high = np.maximum(self.high, values.max(axis=0))
+        self._sum = self._sum + summed.sum(axis=0, dtype=np.float64)
+        self._rows.append(values[kept])
+
+    def mean(self, tokens: int) -> Floats:
+        """The sum over the number of tokens."""
+        result: Floats = (self._sum / tokens).astype(np.float32)
+        return result
+
+    def kept(self) -> Floats:
+        """The rows that were kept, in order."""
+        return np.concatenate(self._rows)
