@@ -4,9 +4,11 @@
 |---|---|---|---|
 | matmul | [I, O] | `MatMul` as its second input | `model.layers.0.mlp.up_proj`, `lm_head` |
 | table | [V, E] | `Gather` along V, and by `Gemm` with transB where the head is tied | `model.embed_tokens` |
+| experts | [X, I, O] | `Gather` along X, or `MatMul` as its second input | `model.layers.0.mlp.experts.up_proj` |
 
 A table's scales run along E, the inputs of the tied head: in the terms of a matrix product it is [I = E, O = V],
-stored the other way round.
+stored the other way round. Tables and experts are quantized weight-only, experts to nearest whatever the algorithm.
+Routers, which choose experts, stay float: they are small, and of two close scores rounding would choose another.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import onnx_ir as ir
 from kvgraph.quant.recipe import EMBEDDING
 
 WEIGHT_SUFFIX = ".weight"
+_ROUTERS = ("gate", "shared_expert_gate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +37,28 @@ class Linear:
 
     module: str
     tensor: str
-    kind: Literal["matmul", "table"]
-    shape: tuple[int, int]
+    kind: Literal["matmul", "table", "experts"]
+    shape: tuple[int, ...]
+
+    @property
+    def inputs_axis(self) -> int:
+        """Which axis is I, the length of the sums in its products."""
+        return 0 if self.kind == "matmul" else 1
 
     @property
     def inputs(self) -> int:
-        """I, the length of the sums in its products."""
-        return self.shape[0] if self.kind == "matmul" else self.shape[1]
+        """I."""
+        return self.shape[self.inputs_axis]
 
     @property
     def outputs(self) -> int:
         """O."""
-        return self.shape[1] if self.kind == "matmul" else self.shape[0]
+        return self.shape[0] if self.kind == "table" else self.shape[-1]
+
+    @property
+    def experts(self) -> int:
+        """X; 1 for a matrix."""
+        return self.shape[0] if self.kind == "experts" else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +99,27 @@ def _classify(name: str, value: ir.Value) -> Linear | str:
     """A linear, or why it is none."""
     assert value.shape is not None
     module = name.removesuffix(WEIGHT_SUFFIX)
-    readers = sorted({use.node.op_type for use in value.uses()})
-    if len(value.shape) != 2:
-        return f"has {len(value.shape)} dimensions, read by {', '.join(readers)}"
-    rows, columns = value.shape.numpy()
-    if all(use.node.op_type == "MatMul" and use.idx == 1 for use in value.uses()):
-        return Linear(module, name, "matmul", (rows, columns))
-    if all(_is_lookup(use.node, use.idx) or _is_tied_head(use.node, use.idx) for use in value.uses()):
+    if module.rpartition(".")[2] in _ROUTERS:
+        return "is a router"
+    shape, uses = value.shape.numpy(), value.uses()
+    if len(shape) == 2 and all(_is_factor(use.node, use.idx) for use in uses):
+        return Linear(module, name, "matmul", shape)
+    if len(shape) == 3 and all(
+        _is_factor(use.node, use.idx) or _is_lookup(use.node, use.idx) for use in uses
+    ):
+        return Linear(module, name, "experts", shape)
+    if len(shape) == 2 and all(
+        _is_lookup(use.node, use.idx) or _is_tied_head(use.node, use.idx) for use in uses
+    ):
         if module != EMBEDDING:
             return "is a table other than the token embedding"
-        return Linear(module, name, "table", (rows, columns))
-    return f"is read by {', '.join(readers)} in a way that has no quantized form"
+        return Linear(module, name, "table", shape)
+    readers = sorted({use.node.op_type for use in uses})
+    return f"{list(shape)} is read by {', '.join(readers)}, which has no quantized form"
+
+
+def _is_factor(node: ir.Node, index: int) -> bool:
+    return node.op_type == "MatMul" and index == 1
 
 
 def _is_lookup(node: ir.Node, index: int) -> bool:

@@ -178,11 +178,11 @@ def _pairs(
     written: BundleWeights,
     source: BundleWeights,
 ) -> Iterator[tuple[Floats, Floats]]:
-    """Rows of the source, rescaled, and the same rows of the new weight."""
-    rows, columns = stored.linear.shape
-    # Twice the block: a part of 4-bit values then begins with a byte, whatever the columns.
-    unit = 2 * (weight.block_size or 1)
-    step = max(unit, PART_WEIGHTS // columns // unit * unit)
+    """Rows of the source (of experts: matrices), rescaled, and the same of the new weight."""
+    rows, *rest = stored.linear.shape
+    # Twice the block: a part of 4-bit values then begins with a byte, whatever the columns. Experts do so anyway.
+    unit = 1 if stored.linear.kind == "experts" else 2 * (weight.block_size or 1)
+    step = max(unit, PART_WEIGHTS // math.prod(rest) // unit * unit)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         exact = as_float32(source.read(job.source, start, stop))
@@ -192,9 +192,10 @@ def _pairs(
 def _rescaled(rows: Floats, stored: StoredWeight, rescaling: Rescaling | None, start: int) -> Floats:
     if rescaling is None:
         return rows
-    if stored.linear.kind == "matmul":
-        return rescale(rows, rescaling, slice(start, start + len(rows)), slice(None))
-    return rescale(rows.T, rescaling, slice(None), slice(start, start + len(rows))).T
+    part, everything = slice(start, start + len(rows)), slice(None)
+    if stored.linear.kind == "table":
+        return rescale(rows.T, rescaling, everything, part).T
+    return rescale(rows, rescaling, part if stored.linear.kind == "matmul" else everything, everything)
 
 
 def _decibels(signal: float, noise: float) -> float | None:

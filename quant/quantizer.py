@@ -62,12 +62,13 @@ def quantize_bundle(
     with BundleWeights(bundle) as weights, writing_directory(output, BUNDLE_FILE, force) as directory:
         models = {graph: ir.load(bundle.graph_path(graph)) for graph in GRAPHS}
         choices = {graph: choose_schemes(models[graph], plan.graph(graph)) for graph in GRAPHS}
-        jobs = plan_jobs(choices, plan, bundle.dtype)
+        dtypes = {name: stored.dtype for name, stored in weights.tensors.items()}
+        jobs = plan_jobs(choices, plan, dtypes)
         layout = plan_layout(_specs(weights, jobs))
         for graph, model in models.items():
             _rewrite(model, graph, choices[graph], jobs, plan, layout)
             (directory / graph_file(graph)).write_bytes(ir.to_proto(model).SerializeToString())
-        sha256 = _write_weights(directory / WEIGHTS_FILE, layout, weights, jobs, bundle.dtype)
+        sha256 = _write_weights(directory / WEIGHTS_FILE, layout, weights, jobs)
         for name in sorted(bundle.files.keys() - {WEIGHTS_FILE, *map(graph_file, GRAPHS)}):
             shutil.copyfile(bundle.path / name, directory / name)
         for graph in GRAPHS:
@@ -147,13 +148,13 @@ def _rewrite(
 
 
 def _write_weights(
-    path: Path, layout: WeightLayout, weights: BundleWeights, jobs: Iterable[TensorJob], compute: str
+    path: Path, layout: WeightLayout, weights: BundleWeights, jobs: Iterable[TensorJob]
 ) -> str:
     with WeightsWriter(path, layout) as writer:
         total = sum(weights.tensors[job.source].size for job in jobs)
         with tqdm(total=total, desc="quantizing", unit="B", unit_scale=True, disable=None) as bar:
             for job in jobs:
-                write_tensor(writer, weights, job, compute)
+                write_tensor(writer, weights, job)
                 bar.update(weights.tensors[job.source].size)
         return writer.finish()
 

@@ -20,7 +20,7 @@ class DequantizedWeight:
     """A weight that a graph reads through `DequantizeLinear`, by the names of its tensors.
 
     Attributes:
-        codes: [R, C].
+        codes: [R, C], or [X, R, C].
         scale: [R] or [C] by `axis`, or with blocks along `axis`.
         zero_point: Like the scale, or None.
         global_scale: What the scale is multiplied by, or None.
@@ -100,7 +100,7 @@ def check_places(model: ir.Model, weights: BundleWeights) -> None:
 
 
 def read_rows(weights: BundleWeights, weight: DequantizedWeight, start: int, stop: int) -> Floats:
-    """Rows `start` to `stop` of a weight [R, C], dequantized as `DequantizeLinear` defines it, in float32.
+    """Entries `start` to `stop` along a weight's first axis, dequantized as the operator defines it, in float32.
 
     `start` is even, and where blocks lie along the first axis a multiple of two of them.
     """
@@ -118,13 +118,13 @@ def _spread_rows(
     weights: BundleWeights, weight: DequantizedWeight, name: str, start: int, stop: int
 ) -> Floats:
     """Scales or zero points in a shape that broadcasts against rows `start` to `stop`."""
-    block, columns = weight.block_size, weights.shape(weight.codes)[1]
+    block, length = weight.block_size, weights.shape(weight.codes)[1]
     if block is None:
         if weight.axis == 1:
             return as_float32(weights.read(name))
         return as_float32(weights.read(name, start, stop))[:, None]
     if weight.axis == 1:
-        return np.repeat(as_float32(weights.read(name, start, stop)), block, axis=1)[:, :columns]
+        return np.repeat(as_float32(weights.read(name, start, stop)), block, axis=1)[:, :length]
     values = as_float32(weights.read(name, start // block, -(-stop // block)))
     return np.repeat(values, block, axis=0)[: stop - start]
 

@@ -49,10 +49,11 @@ def dequantize_weight(model: ir.Model, stored: StoredWeight, layout: WeightLayou
     """Replace a float weight by its codes and a `DequantizeLinear` that all of its readers share.
 
     Rules:
-        * One scale for each output: `axis` is the outputs' axis. Blocks: `axis` is the inputs' axis, with `block_size`.
+        * One scale for each output: `axis` is the outputs' axis. Blocks: `axis` is the inputs' axis, with `block_size`;
+          so, too, for experts, of which one axis alone would not name an output.
         * NVFP4: a first `DequantizeLinear` multiplies the E4M3 scales by the global scale and rounds to the compute
           type, a second one the codes by that.
-        * A table is dequantized before its `Gather`: the operator takes no 4-bit or 8-bit float types.
+        * Tables and experts are dequantized before their `Gather`, which takes no 4-bit or 8-bit float types.
     """
     graph = model.graph
     weight = graph.initializers.get(stored.linear.tensor)
@@ -175,10 +176,12 @@ def _inputs(graph: ir.Graph, weights: Collection[str]) -> dict[ir.Value, list[tu
 
 
 def _granularity(stored: StoredWeight) -> dict[str, int]:
-    outputs_axis = 1 if stored.linear.kind == "matmul" else 0
-    if stored.scheme.block_size is None:
-        return {"axis": outputs_axis}
-    return {"axis": 1 - outputs_axis, "block_size": stored.scheme.block_size}
+    linear, block_size = stored.linear, stored.scheme.block_size
+    if linear.kind == "experts":
+        return {"axis": linear.inputs_axis, "block_size": block_size or linear.inputs}
+    if block_size is None:
+        return {"axis": 1 - linear.inputs_axis}
+    return {"axis": linear.inputs_axis, "block_size": block_size}
 
 
 def _op(

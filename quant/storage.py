@@ -1,17 +1,18 @@
 """How a quantized weight lies in the weights file: its tensors, their names, types, shapes and bytes.
 
-| tensor | dtype | shape (matmul) | shape (table) |
-|---|---|---|---|
-| `X.weight` | the format | [I, O] | [V, E] |
-| `X.weight_scale` | compute type; NVFP4 float8_e4m3fn | [O], or [blocks, O] | [V], or [V, blocks] |
-| `X.weight_zero_point` | int4 | like the scale | like the scale |
-| `X.weight_global_scale` | float32, NVFP4 only | [] | [] |
+| tensor | dtype | shape of matmul | of table | of experts |
+|---|---|---|---|---|
+| `M.weight` | the format | [I, O] | [V, E] | [X, I, O] |
+| `M.weight_scale` | the weight's, or float8_e4m3fn | [O], or [blocks, O] | [V], or [V, blocks] | [X, blocks, O] |
+| `M.weight_zero_point` | int4 | like the scale | like the scale | like the scale |
+| `M.weight_global_scale` | float32, NVFP4 only | [] | [] | [] |
 
 Where the graphs do not share a weight, the names of each graph's tensors begin with "prefill." and "decode.".
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -59,74 +60,102 @@ class StoredWeight:
         return tuple(spec for spec in every if spec is not None)
 
 
-def plan_storage(linear: Linear, scheme: WeightScheme, prefix: str, compute: str) -> StoredWeight:
+def plan_storage(linear: Linear, scheme: WeightScheme, prefix: str, dtype: str) -> StoredWeight:
     """The tensors that a weight becomes.
 
     Args:
         linear: The weight.
         scheme: How it is rounded.
         prefix: Put before every name.
-        compute: The bundle's dtype.
+        dtype: Of the float weight.
     """
     shape: tuple[int, ...] = (linear.outputs,)
-    if scheme.block_size is not None:
-        blocks = -(-linear.inputs // scheme.block_size)
-        shape = (blocks, linear.outputs) if linear.kind == "matmul" else (linear.outputs, blocks)
+    # A scale for each channel of each expert is a block of all its inputs: one axis could not tell the experts apart.
+    if scheme.block_size is not None or linear.kind == "experts":
+        blocks = -(-linear.inputs // (scheme.block_size or linear.inputs))
+        shape = tuple(
+            blocks if axis == linear.inputs_axis else size for axis, size in enumerate(linear.shape)
+        )
     name = f"{prefix}{linear.tensor}"
     asymmetric, two_levels = scheme.format == "uint4", scheme.scale_form == "float8_e4m3fn"
     return StoredWeight(
         linear,
         scheme,
         TensorSpec(name, "int4" if asymmetric else scheme.format, linear.shape),
-        TensorSpec(f"{name}_scale", "float8_e4m3fn" if two_levels else compute, shape),
+        TensorSpec(f"{name}_scale", "float8_e4m3fn" if two_levels else dtype, shape),
         TensorSpec(f"{name}_zero_point", "int4", shape) if asymmetric else None,
         TensorSpec(f"{name}_global_scale", "float32", ()) if two_levels else None,
     )
 
 
-def write_part(writer: WeightsWriter, stored: StoredWeight, part: QuantizedWeight, first_output: int) -> None:
-    """Write the codes and scales of some outputs of a weight, see `part_sizes`."""
-    codes, zero_point = part.codes, part.zero_point
-    if zero_point is not None:
-        codes, zero_point = _signed(codes), _signed(zero_point)
-    _write_outputs(writer, stored, stored.codes, codes, first_output)
-    scale = part.scale.astype(NUMPY_TYPES[stored.scale.dtype])
-    _write_outputs(writer, stored, stored.scale, scale, first_output)
-    if stored.zero_point is not None and zero_point is not None:
-        _write_outputs(writer, stored, stored.zero_point, zero_point, first_output)
-    if stored.global_scale is not None and part.global_scale is not None and first_output == 0:
-        writer.write(stored.global_scale.name, _bytes(np.array(part.global_scale, np.float32)))
+@dataclass(frozen=True, slots=True)
+class PartPlace:
+    """Which part of a weight is rounded and written at a time.
+
+    Attributes:
+        expert: Which of the stacked matrices; 0 where there is one.
+        start: First output.
+        stop: Last output + 1.
+    """
+
+    expert: int
+    start: int
+    stop: int
 
 
-def part_sizes(stored: StoredWeight, most: int) -> Iterator[tuple[int, int]]:
-    """Ranges of outputs (start, stop) to round and write at a time, of about `most` weights each.
+def plan_parts(stored: StoredWeight, most: int) -> Iterator[PartPlace]:
+    """All parts of a weight in order, of about `most` weights each.
 
     4-bit codes lie two a byte: a part begins with a byte where its number of outputs is even and, in a [I, O] matrix,
     O is; else the matrix is one part.
     """
     outputs = stored.linear.outputs
     step = max(2, most // stored.linear.inputs // 2 * 2)
-    if element_bits(stored.codes.dtype) < 8 and stored.linear.kind == "matmul" and outputs % 2:
+    if element_bits(stored.codes.dtype) < 8 and stored.linear.kind != "table" and outputs % 2:
         step = outputs
-    for start in range(0, outputs, step):
-        yield start, min(start + step, outputs)
+    for expert in range(stored.linear.experts):
+        for start in range(0, outputs, step):
+            yield PartPlace(expert, start, min(start + step, outputs))
+
+
+def splits_bytes(stored: StoredWeight) -> bool:
+    """Whether an expert's codes or zero points would begin within a byte, which no part can."""
+    tensors = (stored.codes, *([] if stored.zero_point is None else [stored.zero_point]))
+    return stored.linear.kind == "experts" and any(
+        math.prod(int(dim) for dim in spec.shape[1:]) * element_bits(spec.dtype) % 8 for spec in tensors
+    )
+
+
+def write_part(writer: WeightsWriter, stored: StoredWeight, part: QuantizedWeight, place: PartPlace) -> None:
+    """Write the codes and scales of a part."""
+    codes, zero_point = part.codes, part.zero_point
+    if zero_point is not None:
+        codes, zero_point = _signed(codes), _signed(zero_point)
+    _write_outputs(writer, stored, stored.codes, codes, place)
+    scale = part.scale.astype(NUMPY_TYPES[stored.scale.dtype])
+    _write_outputs(writer, stored, stored.scale, scale, place)
+    if stored.zero_point is not None and zero_point is not None:
+        _write_outputs(writer, stored, stored.zero_point, zero_point, place)
+    if stored.global_scale is not None and (place.expert, place.start) == (0, 0):
+        writer.write(stored.global_scale.name, _bytes(np.array(part.global_scale, np.float32)))
 
 
 def _write_outputs(
-    writer: WeightsWriter, stored: StoredWeight, spec: TensorSpec, values: NDArray[Any], first: int
+    writer: WeightsWriter, stored: StoredWeight, spec: TensorSpec, values: NDArray[Any], place: PartPlace
 ) -> None:
-    """Write values [O'] or [..., O'], those of the outputs that begin with `first`."""
-    bits = element_bits(spec.dtype)
+    """Write values [O'] or [..., O'] of the outputs that a part has."""
+    bits, outputs = element_bits(spec.dtype), stored.linear.outputs
+    lines = values.reshape(-1, values.shape[-1])
     if stored.linear.kind == "table":
         # Rows of the table, one after another.
-        rows = values.T
-        writer.write(spec.name, pack(rows, bits).data, first * (rows.size // len(rows)) * bits // 8)
-    elif values.ndim == 1 or values.shape[-1] == stored.linear.outputs:
-        writer.write(spec.name, pack(values, bits).data, first * bits // 8)
-    else:
-        for index, line in enumerate(values):
-            offset = (index * stored.linear.outputs + first) * bits // 8
-            writer.write(spec.name, pack(line, bits).data, offset)
+        writer.write(spec.name, pack(lines.T, bits).data, place.start * len(lines) * bits // 8)
+        return
+    first = place.expert * len(lines) * outputs + place.start
+    if place.stop - place.start == outputs:
+        writer.write(spec.name, pack(lines, bits).data, first * bits // 8)
+        return
+    for index, line in enumerate(lines):
+        writer.write(spec.name, pack(line, bits).data, (first + index * outputs) * bits // 8)
 
 
 def _signed(values: NDArray[np.generic]) -> NDArray[np.generic]:

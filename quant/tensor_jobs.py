@@ -13,7 +13,7 @@ from kvgraph.quant.formats import Floats
 from kvgraph.quant.linears import Linear, find_linears
 from kvgraph.quant.plan import GraphPlan, QuantizationPlan, Rescaling
 from kvgraph.quant.scheme import ModuleScheme
-from kvgraph.quant.storage import StoredWeight, plan_storage
+from kvgraph.quant.storage import StoredWeight, plan_storage, splits_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,10 @@ def choose_schemes(model: ir.Model, plan: GraphPlan) -> GraphChoice:
         scheme = recipe.module_scheme(linear.module)
         if scheme is None:
             left[linear.module] = "the recipe keeps it"
+        elif splits_bytes(plan_storage(linear, scheme.weight, "", "float32")):
+            left[linear.module] = "an expert's 4-bit weights or zero points would begin within a byte"
         else:
-            schemes[linear] = scheme
+            schemes[linear] = scheme if linear.kind == "matmul" else ModuleScheme(scheme.weight)
     if not schemes:
         raise ValueError(f"recipe {recipe.name!r} quantizes no weight of {model.graph.name}")
     _check_scales(schemes, plan)
@@ -82,11 +84,16 @@ def choose_schemes(model: ir.Model, plan: GraphPlan) -> GraphChoice:
 
 
 def plan_jobs(
-    choices: Mapping[GraphName, GraphChoice], plan: QuantizationPlan, compute: str
+    choices: Mapping[GraphName, GraphChoice], plan: QuantizationPlan, dtypes: Mapping[str, str]
 ) -> list[TensorJob]:
     """Every tensor to write, quantized ones first: all of prefill's in the order of its graph, then decode's own.
 
     A tensor is stored once where both graphs treat it alike, or only one reads it.
+
+    Args:
+        choices: What the recipes make of the graphs.
+        plan: The recipes.
+        dtypes: Of every tensor of the float bundle.
     """
     jobs = []
     for graph in GRAPHS:
@@ -102,7 +109,7 @@ def plan_jobs(
             linear = by_tensor.get(tensor)
             stored = None
             if linear is not None:
-                stored = plan_storage(linear, choice.schemes[linear].weight, prefix, compute)
+                stored = plan_storage(linear, choice.schemes[linear].weight, prefix, dtypes[tensor])
             graphs = readers if shared else (graph,)
             jobs.append(TensorJob(tensor, f"{prefix}{tensor}", graphs, plan.graph(graph), stored))
     return sorted(jobs, key=lambda job: job.stored is None)

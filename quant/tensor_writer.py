@@ -11,8 +11,8 @@ from kvgraph.export.weights_file import WeightsWriter
 from kvgraph.quant.bundle_weights import NUMPY_TYPES, BundleWeights, as_float32
 from kvgraph.quant.formats import Floats
 from kvgraph.quant.linears import Linear
-from kvgraph.quant.plan import Rescaling, WeightPart
-from kvgraph.quant.storage import StoredWeight, part_sizes, write_part
+from kvgraph.quant.plan import Rescaling, WeightPart, round_to_nearest
+from kvgraph.quant.storage import PartPlace, StoredWeight, plan_parts, write_part
 from kvgraph.quant.tensor_jobs import TensorJob
 
 # Weights rounded at a time, 16 MB in float32; the search of a clip ratio holds about six times that.
@@ -21,39 +21,41 @@ PART_WEIGHTS = 1 << 22
 _PIECE_BYTES = 32 << 20
 
 
-def write_tensor(writer: WeightsWriter, weights: BundleWeights, job: TensorJob, compute: str) -> None:
+def write_tensor(writer: WeightsWriter, weights: BundleWeights, job: TensorJob) -> None:
     """Do one job.
 
     Args:
         writer: Of the new file.
         weights: Of the float bundle.
         job: What to do.
-        compute: The bundle's dtype, in which scales are stored.
 
     Raises:
         ValueError: A weight is not finite, or overflows its type once it is rescaled.
     """
     if job.stored is not None:
-        _write_quantized(writer, weights, job, job.stored, NUMPY_TYPES[compute])
+        _write_quantized(writer, weights, job, job.stored)
     elif job.rescaling is not None:
         _write_rescaled(writer, weights, job, job.rescaling)
     else:
         _copy(writer, weights, job)
 
 
-def read_outputs(
-    weights: BundleWeights, linear: Linear, start: int, stop: int, rescaling: Rescaling | None
+def read_part(
+    weights: BundleWeights, linear: Linear, place: PartPlace, rescaling: Rescaling | None
 ) -> Floats:
-    """The weights [I, stop - start] of some outputs of a linear, rescaled, as a float32 array."""
+    """The weights [I, stop - start] of a part, rescaled, as a float32 array."""
+    start, stop = place.start, place.stop
     if linear.kind == "matmul":
         values = as_float32(weights.read_columns(linear.tensor, start, stop))
-    else:
+    elif linear.kind == "table":
         values = as_float32(weights.read(linear.tensor, start, stop)).T
+    else:
+        values = as_float32(weights.read(linear.tensor, place.expert, place.expert + 1)[0, :, start:stop])
     return values if rescaling is None else rescale(values, rescaling, slice(None), slice(start, stop))
 
 
 def rescale(values: Floats, rescaling: Rescaling, inputs: slice, outputs: slice) -> Floats:
-    """Part of a matrix [I, O] times the factors of its inputs and outputs."""
+    """Part of a matrix [I, O], or of several [X, I, O], times the factors of its inputs and outputs."""
     if rescaling.inputs is not None:
         values = values * rescaling.inputs[inputs, None]
     if rescaling.outputs is not None:
@@ -62,24 +64,22 @@ def rescale(values: Floats, rescaling: Rescaling, inputs: slice, outputs: slice)
 
 
 def _write_quantized(
-    writer: WeightsWriter,
-    weights: BundleWeights,
-    job: TensorJob,
-    stored: StoredWeight,
-    scale_dtype: np.dtype[np.generic],
+    writer: WeightsWriter, weights: BundleWeights, job: TensorJob, stored: StoredWeight
 ) -> None:
-    linear = stored.linear
-    parts = list(part_sizes(stored, PART_WEIGHTS))
+    linear, scale_dtype = stored.linear, NUMPY_TYPES[weights.tensors[job.source].dtype]
+    places = list(plan_parts(stored, PART_WEIGHTS))
     largest = None
     if stored.global_scale is not None:
-        peaks = (np.abs(read_outputs(weights, linear, *part, job.rescaling)).max() for part in parts)
+        peaks = (np.abs(read_part(weights, linear, place, job.rescaling)).max() for place in places)
         largest = float(max(peaks))
-    for start, stop in parts:
-        values = read_outputs(weights, linear, start, stop, job.rescaling)
+    # Which tokens an expert sees is not known when a layer is calibrated.
+    quantize = round_to_nearest if linear.kind == "experts" else job.plan.weight_quantizer
+    for place in places:
+        values = read_part(weights, linear, place, job.rescaling)
         if not np.isfinite(values).all():
             raise ValueError(f"{weights.path}: {linear.tensor!r} holds NaN or infinite values")
-        part = WeightPart(linear.module, start, values, stored.scheme, scale_dtype, largest)
-        write_part(writer, stored, job.plan.weight_quantizer(part), start)
+        part = WeightPart(linear.module, place.start, values, stored.scheme, scale_dtype, largest)
+        write_part(writer, stored, quantize(part), place)
 
 
 def _write_rescaled(
@@ -87,8 +87,10 @@ def _write_rescaled(
 ) -> None:
     offset = 0
     for start, values in _pieces(weights, job.source):
-        part = slice(start, start + len(values))
-        result = rescale(as_float32(values), rescaling, part, slice(None) if values.ndim > 1 else part)
+        part, everything = slice(start, start + len(values)), slice(None)
+        # The first axis is that of a matrix's inputs, of a vector's elements, and of experts.
+        inputs, outputs = part if values.ndim == 2 else everything, part if values.ndim == 1 else everything
+        result = rescale(as_float32(values), rescaling, inputs, outputs)
         with np.errstate(over="ignore"):
             stored = result.astype(values.dtype)
         if not np.isfinite(as_float32(stored)).all():

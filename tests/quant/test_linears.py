@@ -69,7 +69,7 @@ def test_other_weights_have_a_reason() -> None:
     found = find_linears(ir.from_proto(model))
     assert [linear.module for linear in found.linears] == ["a"]
     assert found.others == {
-        "b.weight": "has 3 dimensions, read by Neg",
+        "b.weight": "[2, 4, 4] is read by Neg, which has no quantized form",
         "c.weight": "is a table other than the token embedding",
-        "e.weight": "is read by MatMul in a way that has no quantized form",
+        "e.weight": "[4, 4] is read by MatMul, which has no quantized form",
     }
