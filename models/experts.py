@@ -25,8 +25,9 @@ from kvgraph.models.layers import GatedMLP, Linear, activation
 
 # What holds a layer's router and experts in the graphs.
 BLOCK = "model.layers.{i}.mlp"
-# Experts for each that a token uses from which on a prompt is grouped. Measured on ONNX Runtime CPU: with 16, grouping
-# is cheaper from 128 tokens on and takes a third of the time at 1024; with 4, only from 512 on, and by less.
+# From how many experts for each that a token uses on a prompt is grouped. Measured (tests/bench/experts.py): with 16,
+# grouping breaks even at 128 tokens and is 3.8 times as fast at 1024; with 4, at 256 and 1.7 times, which is not worth
+# the memory that two copies of an expert's weights take where experts are few and large.
 GROUPED_FROM = 8
 
 
@@ -114,8 +115,9 @@ class Experts(nn.Module):
         # [X, N, 1]: nothing where a token did not choose the expert.
         share = (weights.unsqueeze(-1) * is_chosen).sum(1).T.unsqueeze(-1)
         inner = self.act(x @ self.gate_proj.weight) * (x @ self.up_proj.weight)
-        outputs = inner @ self.down_proj.weight
-        return (outputs.to(torch.float32) * share).sum(0)
+        outputs = (inner @ self.down_proj.weight).to(torch.float32)
+        # Not a product alone: what overflows in an expert that was not made for the token, times zero, is not a number.
+        return torch.where(share == 0, 0.0, outputs * share).sum(0)
 
     def grouped(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """For many tokens and few chosen experts: types as in `everywhere`.
@@ -141,9 +143,8 @@ class Experts(nn.Module):
 
     def _slots(self, chosen: Tensor, block_rows: int) -> tuple[Tensor, Tensor]:
         """Where each choice [R] goes when sorted by expert into blocks [R], and each expert's end in blocks [X]."""
-        is_chosen = (chosen.unsqueeze(1) == torch.arange(self.num_experts, device=chosen.device)).to(
-            torch.int64
-        )
+        numbers = torch.arange(self.num_experts, device=chosen.device)
+        is_chosen = (chosen.unsqueeze(1) == numbers).to(torch.int64)
         so_far = is_chosen.cumsum(0)
         blocks = (so_far[-1] + block_rows - 1) // block_rows
         ends = blocks.cumsum(0)

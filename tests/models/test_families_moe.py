@@ -244,6 +244,16 @@ def test_every_form_adds_up_what_the_chosen_experts_give(form: str, choice: str)
         np.testing.assert_allclose(found[row], expected, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("form", ["gathered", "everywhere", "grouped"])
+@torch.no_grad()
+def test_what_overflows_in_an_expert_that_nobody_chose_is_not_seen(form: str) -> None:
+    experts = Experts(5, 6, 7, "silu", torch.float32)
+    random_weights(experts)
+    experts.down_proj.weight[2] = torch.inf
+    chosen = torch.tensor([[0, 4], [1, 3], [4, 3]])
+    assert getattr(experts, form)(torch.randn(3, 6), torch.rand(3, 2), chosen).isfinite().all()
+
+
 @torch.no_grad()
 def test_the_shared_expert_counts_by_the_sigmoid_of_its_score() -> None:
     plain = ExpertsMLP(Router(6, 5, 2, True), Experts(5, 6, 7, "silu", torch.float32))
