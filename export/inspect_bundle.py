@@ -25,7 +25,7 @@ def inspect_bundle(path: Path, batch_size: int, context: int | None) -> Inspecti
     """
     bundle = Bundle.open(path)
     kinds = group_weights(
-        Weight(name, part_of(name), entry["dtype"], tuple(entry["shape"]))
+        Weight(name, part_of(name), entry["dtype"], tuple(entry["shape"]), _is_parameter(bundle, name))
         for name, entry in bundle.weights.items()
     )
     sizes = {name: entry.size for name, entry in bundle.files.items()}
@@ -47,6 +47,12 @@ def inspect_bundle(path: Path, batch_size: int, context: int | None) -> Inspecti
         source=bundle.source,
         versions={"kvgraph": bundle.tool_version, **bundle.versions},
     )
+
+
+def _is_parameter(bundle: Bundle, name: str) -> bool:
+    """Not a scale or a zero point, and not decode's own copy of what prefill has, too."""
+    twin = name.replace("decode.", "prefill.", 1) if name.startswith("decode.") else None
+    return "role" not in bundle.weights[name] and twin not in bundle.weights
 
 
 def _operators(bundle: Bundle) -> Mapping[GraphName, Operators] | None:

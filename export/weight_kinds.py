@@ -31,12 +31,14 @@ class Weight:
         part: One of `PARTS`.
         dtype: "float16".
         shape: As it is stored.
+        is_parameter: False for scales, zero points and second copies, whose bytes alone count.
     """
 
     name: str
     part: str
     dtype: str
     shape: tuple[int, ...]
+    is_parameter: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class WeightKind:
         dtype: Of each.
         shape: Of each.
         count: How many there are.
-        parameters: Elements of all.
+        parameters: Elements of all that are parameters.
         nbytes: Bytes of all.
     """
 
@@ -109,15 +111,16 @@ def tensor_bytes(dtype: str, elements: int) -> int:
 
 def group_weights(weights: Iterable[Weight]) -> tuple[WeightKind, ...]:
     """The kinds of weights, in the order in which they first come."""
-    groups: dict[tuple[str, str, str, tuple[int, ...]], int] = {}
+    groups: dict[tuple[str, str, str, tuple[int, ...], bool], int] = {}
     for weight in weights:
-        kind = (layer_pattern(weight.name), weight.part, weight.dtype, weight.shape)
+        kind = (layer_pattern(weight.name), weight.part, weight.dtype, weight.shape, weight.is_parameter)
         groups[kind] = groups.get(kind, 0) + 1
     kinds = []
-    for (name, part, dtype, shape), count in groups.items():
+    for (name, part, dtype, shape, is_parameter), count in groups.items():
         elements = math.prod(shape)
         nbytes = count * tensor_bytes(dtype, elements)
-        kinds.append(WeightKind(name, part, dtype, shape, count, count * elements, nbytes))
+        parameters = count * elements if is_parameter else 0
+        kinds.append(WeightKind(name, part, dtype, shape, count, parameters, nbytes))
     return tuple(kinds)
 
 

@@ -51,6 +51,7 @@ def plot_quantization(bundle: Bundle, path: str | Path) -> None:
     scales.set_ylabel("scales: median, least to largest")
     scales.set_yscale("log")
     scales.set_xlabel("layer (left of 0: outside of the layers)")
+    scales.xaxis.get_major_locator().set_params(integer=True)
     for axis in (errors, scales):
         axis.grid(alpha=0.3)
     figure.suptitle(f"{bundle.path.name}: {bundle.model_type}, {_recipes(bundle)}", x=0.01, ha="left")

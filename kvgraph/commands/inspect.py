@@ -77,7 +77,9 @@ def _summary(found: Inspection) -> str:
     source = " ".join(str(value) for key, value in found.source.items() if value and key != "digest")
     rows = [("kind", found.kind), ("model_type", found.model_type), ("dtype", found.dtype)]
     rows += [("source", source), ("digest", found.source["digest"])]
-    rows += [("recipe", json.dumps(found.recipe))] if found.recipe else []
+    if found.recipe is not None:
+        names = [f"{graph} {recipe['name']}" for graph, recipe in found.recipe.items()]
+        rows.append(("recipe", ", ".join(names)))
     rows += [("versions", ", ".join(f"{name} {version}" for name, version in found.versions.items()))]
     return _section(found.path, (), [row for row in rows if row[1]], "ll")
 

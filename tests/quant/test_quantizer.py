@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.contract import GRAPHS
+from kvgraph.export.inspect import inspect
 from kvgraph.export.weights_file import WEIGHTS_FILE
 from kvgraph.quant.bundle_weights import BundleWeights
 from kvgraph.quant.plan import (
@@ -101,6 +102,11 @@ def test_scales_have_a_role_and_come_from_the_weights_source(tiny: Bundle, quant
         "global_scale",
     ]
     assert weights[f"{UP}.weight_scale"]["source"] == tiny.weights[f"{UP}.weight"]["source"]
+
+
+def test_inspect_counts_every_parameter_once(tiny: Bundle, quantized: Quantize) -> None:
+    for recipe in ("nvfp4-wo", "prefill=int8-dynamic,decode=int4-wo"):
+        assert inspect(quantized(tiny, recipe).path).parameters == inspect(tiny.path).parameters
 
 
 def test_what_stays_float_is_copied_bit_for_bit(tiny: Bundle, quantized: Quantize) -> None:
