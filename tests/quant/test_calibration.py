@@ -1,0 +1,342 @@
+"""Running layer by layer, and what is kept of it, against transformers with hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvgraph.export.bundle import Bundle
+from kvgraph.export.contract import hidden_state
+from kvgraph.quant import calibration, layerwise
+from kvgraph.quant.bundle_weights import BundleWeights
+from kvgraph.quant.calibration import StatisticsReader, cache_directory, collect_statistics
+from kvgraph.quant.calibration_data import check_sequences
+from kvgraph.quant.layerwise import LayerwiseModel, Stream, make_batches
+from kvgraph.quant.statistics import LayerStatistics
+from kvgraph.runtime.session import Floats, Ids
+
+# Sums in another order.
+TOLERANCE = 1e-4
+# bfloat16 weights are exact in float32; its reference computes in float32 too.
+LENGTHS = (17, 1, 30, 9, 2)
+
+Exported = Callable[..., Bundle]
+TinyLlama = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def sequences() -> list[Ids]:
+    random = np.random.default_rng(3)
+    return [random.integers(0, 97, length) for length in LENGTHS]
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[[Bundle, Sequence[Ids]], LayerwiseModel]]:
+    """Opens bundles with their data, and closes them."""
+    weights: list[BundleWeights] = []
+
+    def make(bundle: Bundle, sequences: Sequence[Ids]) -> LayerwiseModel:
+        weights.append(BundleWeights(bundle))
+        return LayerwiseModel(bundle, weights[-1], check_sequences(sequences, bundle, "test"))
+
+    yield make
+    for file in weights:
+        file.close()
+
+
+Opened = Callable[[Bundle, Sequence[Ids]], LayerwiseModel]
+
+
+def oracle(checkpoint: Path, sequences: Sequence[Ids]) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    """Inputs of every linear layer [tokens, I], and cached keys and values [tokens, K, D], of all sequences in turn."""
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    inputs: dict[str, list[Floats]] = {}
+    cached: dict[str, list[Floats]] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda _, args: inputs.setdefault(name, []).append(args[0][0].numpy())
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(keep(name))
+    with torch.no_grad():
+        for ids in sequences:
+            found = model(torch.from_numpy(ids)[None], use_cache=True).past_key_values
+            for layer, entry in enumerate(found.layers):
+                for role, tensor in (("key", entry.keys), ("value", entry.values)):
+                    name = f"layers.{layer}.{role}"
+                    cached.setdefault(name, []).append(tensor[0].transpose(0, 1).numpy())
+    return (
+        {name: np.concatenate(parts) for name, parts in inputs.items()},
+        {name: np.concatenate(parts) for name, parts in cached.items()},
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}},
+    ],
+    ids=["plain", "biases, multi-query", "dynamic rope"],
+)
+def test_statistics_are_those_of_transformers(
+    tiny_llama: TinyLlama,
+    exported: Exported,
+    opened: Opened,
+    sequences: list[Ids],
+    tmp_path: Path,
+    changes: dict[str, Any],
+) -> None:
+    checkpoint = tiny_llama(**changes)
+    inputs, cached = oracle(checkpoint, sequences)
+    model = opened(exported(checkpoint, dtype="float32"), sequences)
+    seen = set()
+    for piece, statistics in collect_statistics(model, cache_directory(tmp_path, model)):
+        for product in piece.products:
+            rows, found = inputs[product.module], statistics.inputs[product.input]
+            np.testing.assert_allclose(
+                found.largest, np.abs(rows).max(axis=0), rtol=TOLERANCE, atol=TOLERANCE
+            )
+            np.testing.assert_allclose(found.mean, np.abs(rows).mean(axis=0), rtol=TOLERANCE, atol=TOLERANCE)
+            # All tokens are kept, for there are few; batches put them in another order.
+            assert found.rows.shape == rows.shape
+            np.testing.assert_allclose(np.sort(found.rows, axis=0), np.sort(rows, axis=0), atol=5e-3)
+            seen.add(product.module)
+        for role, found in statistics.cache.items():
+            entries = cached[f"{piece.name}.{role}"]
+            np.testing.assert_allclose(found.high, entries.max(axis=0), atol=TOLERANCE)
+            np.testing.assert_allclose(found.low, entries.min(axis=0), atol=TOLERANCE)
+            np.testing.assert_allclose(found.mean, entries.mean(axis=0), atol=TOLERANCE)
+            half = entries.shape[-1] // 2
+            pairs = np.hypot(entries[..., :half], entries[..., half:]).max(axis=0)
+            expected = np.tile(pairs, 2) if role == "key" else np.abs(entries).max(axis=0)
+            np.testing.assert_allclose(found.length, expected, atol=TOLERANCE)
+            assert found.turned.all() == (role == "key")
+    assert seen == inputs.keys()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_bundles_run_in_float32(
+    tiny_llama: TinyLlama,
+    exported: Exported,
+    opened: Opened,
+    sequences: list[Ids],
+    tmp_path: Path,
+    dtype: str,
+) -> None:
+    """The stream is that of the float32 model but for the rounding of the weights, which one layer shows."""
+    streams = []
+    for name in ("float32", dtype):
+        model = opened(exported(tiny_llama(), dtype=name), sequences)
+        first, second = Stream(tmp_path / name, 0), Stream(tmp_path / name, 1)
+        model.embed(first)
+        piece = model.graph.layer(0)
+        weights = {name: values.astype(np.float32) for name, values in model.layer_weights(piece).items()}
+        if name == "float32":
+            exact = {name: _rounded(values, dtype) for name, values in weights.items()}
+            for batch in model.batches:
+                first.write(batch, _rounded(first.read(batch), dtype))
+            weights = {**exact, **{name: weights[name] for name in weights if "layernorm" in name}}
+        model.run(piece, weights, first, target=second)
+        streams.append(second.read(model.batches[0]))
+    assert streams[1].dtype == np.float32
+    np.testing.assert_allclose(streams[1], streams[0], atol=TOLERANCE)
+
+
+def _rounded(values: Floats, dtype: str) -> Floats:
+    rounded: Floats = torch.from_numpy(values).to(getattr(torch, dtype)).float().numpy()
+    return rounded
+
+
+def test_the_stream_of_a_batch_is_that_of_its_sequences_alone(
+    tiny_llama: TinyLlama, exported: Exported, opened: Opened, sequences: list[Ids], tmp_path: Path
+) -> None:
+    model = opened(exported(tiny_llama()), sequences)
+    alone = opened(exported(tiny_llama()), [sequences[0], np.zeros(32, np.int64)])
+    lasts = []
+    for number, each in enumerate((model, alone)):
+        source = Stream(tmp_path / str(number), 0)
+        each.embed(source)
+        for layer in range(2):
+            piece, target = each.graph.layer(layer), Stream(tmp_path / str(number), layer + 1)
+            each.run(piece, each.layer_weights(piece), source, target=target)
+            source = target
+        (batch,) = each.batches
+        row = next(row for row, ids in enumerate(each.data.sequences) if len(ids) == LENGTHS[0])
+        lasts.append(source.read(batch)[row, : LENGTHS[0]])
+    np.testing.assert_allclose(lasts[0], lasts[1], atol=TOLERANCE)
+
+
+def test_batches_hold_every_token_once(tiny_llama: TinyLlama, exported: Exported) -> None:
+    sequences = [np.full(length, length) for length in (700, 900, 3000, 2, 5)]
+    data = check_sequences([np.minimum(ids, 96) for ids in sequences], exported(tiny_llama()), "test")
+    batches = make_batches(data)
+    assert [batch.ids.shape[1] for batch in batches] == [3000, 900, 5]
+    assert sum(int(batch.valid.sum()) for batch in batches) == data.tokens
+    assert [batch.first_token for batch in batches] == [0, 3000, 4600]
+
+
+class Interrupted(Exception):
+    """Stands for a killed run."""
+
+
+def test_a_stopped_run_goes_on_with_its_layer(
+    tiny_llama: TinyLlama,
+    exported: Exported,
+    opened: Opened,
+    sequences: list[Ids],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = opened(exported(tiny_llama()), sequences)
+    directory = cache_directory(tmp_path, model)
+    whole = cache_directory(tmp_path / "whole", model)
+    expected = {piece.name: statistics for piece, statistics in collect_statistics(model, whole)}
+    for piece, _ in collect_statistics(model, directory):
+        if piece.name == "layers.0":
+            break
+    ran: list[str] = []
+    run = LayerwiseModel.run
+
+    def counted(self: LayerwiseModel, piece: Any, *args: Any, **keywords: Any) -> None:
+        ran.append(piece.name)
+        run(self, piece, *args, **keywords)
+
+    monkeypatch.setattr(LayerwiseModel, "run", counted)
+    found = {piece.name: statistics for piece, statistics in collect_statistics(model, directory)}
+    assert ran == ["layers.1", "head"]
+    assert_same(found, expected)
+    # A third run, as of another recipe, computes nothing.
+    assert_same({piece.name: entry for piece, entry in collect_statistics(model, directory)}, expected)
+    assert ran == ["layers.1", "head"]
+    assert not list(directory.glob("stream.*"))
+
+
+def test_lost_files_are_computed_again(
+    tiny_llama: TinyLlama, exported: Exported, opened: Opened, sequences: list[Ids], tmp_path: Path
+) -> None:
+    model = opened(exported(tiny_llama()), sequences)
+    directory = cache_directory(tmp_path, model)
+    expected = {piece.name: statistics for piece, statistics in collect_statistics(model, directory)}
+    (directory / "layers.1.npz").unlink()
+    found = {piece.name: statistics for piece, statistics in collect_statistics(model, directory)}
+    assert_same(found, expected)
+
+
+def assert_same(found: dict[str, LayerStatistics], expected: dict[str, LayerStatistics]) -> None:
+    assert found.keys() == expected.keys()
+    for name, statistics in found.items():
+        for value, entry in statistics.inputs.items():
+            np.testing.assert_array_equal(entry.largest, expected[name].inputs[value].largest)
+            np.testing.assert_array_equal(entry.rows, expected[name].inputs[value].rows)
+
+
+def test_the_cache_is_that_of_bundle_and_data(
+    tiny_llama: TinyLlama, exported: Exported, opened: Opened, sequences: list[Ids], tmp_path: Path
+) -> None:
+    models = [
+        opened(exported(tiny_llama()), sequences),
+        opened(exported(tiny_llama()), [ids[::-1].copy() for ids in sequences]),
+        opened(exported(tiny_llama(num_key_value_heads=1)), sequences),
+    ]
+    assert len({cache_directory(tmp_path, model) for model in models}) == 3
+
+
+def test_a_reader_finds_a_module_s_inputs(
+    tiny_llama: TinyLlama, exported: Exported, opened: Opened, sequences: list[Ids], tmp_path: Path
+) -> None:
+    model = opened(exported(tiny_llama()), sequences)
+    directory = cache_directory(tmp_path, model)
+    expected = {
+        product.module: statistics.inputs[product.input]
+        for piece, statistics in collect_statistics(model, directory)
+        for product in piece.products
+    }
+    reader = StatisticsReader(model, directory)
+    for module, inputs in expected.items():
+        found = reader.inputs(module)
+        assert found is not None
+        np.testing.assert_array_equal(found.rows, inputs.rows)
+    assert reader.inputs("model.embed_tokens") is None
+
+
+def test_activations_that_are_not_finite_name_their_layer(
+    tiny_llama: TinyLlama,
+    exported: Exported,
+    opened: Opened,
+    sequences: list[Ids],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = opened(exported(tiny_llama()), sequences)
+    own = LayerwiseModel.layer_weights
+
+    def broken(self: LayerwiseModel, piece: Any) -> dict[str, Floats]:
+        weights = own(self, piece)
+        if piece.name == "layers.1":
+            weights["model.layers.1.mlp.up_proj.weight"] = np.full((20, 44), 3e38, np.float32)
+        return weights
+
+    monkeypatch.setattr(LayerwiseModel, "layer_weights", broken)
+    with pytest.raises(ValueError, match=r"layers\.1: calibration makes .* NaN or infinite"):
+        list(collect_statistics(model, cache_directory(tmp_path, model)))
+
+
+def test_quantized_bundles_are_refused(
+    tiny: Bundle, quantized: Callable[[Bundle, str], Bundle], sequences: list[Ids], opened: Opened
+) -> None:
+    with pytest.raises(ValueError, match="calibrate and quantize the float bundle"):
+        opened(quantized(tiny, "int8-wo"), sequences)
+
+
+def test_only_one_layer_is_in_memory(
+    tiny_llama: TinyLlama,
+    exported: Exported,
+    opened: Opened,
+    sequences: list[Ids],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the weights, each is read once, and the embedding table by the rows in use."""
+    model = opened(exported(tiny_llama()), sequences)
+    read: list[tuple[str, int]] = []
+    own = BundleWeights.read
+
+    def counted(self: BundleWeights, name: str, *args: Any) -> Any:
+        found = own(self, name, *args)
+        read.append((name, len(found)))
+        return found
+
+    monkeypatch.setattr(BundleWeights, "read", counted)
+    for piece, _ in collect_statistics(model, cache_directory(tmp_path, model)):
+        names = {name for name, _ in read}
+        if piece.name == "layers.0":
+            assert not any("layers.1" in name for name in names)
+    table = [rows for name, rows in read if name == "model.embed_tokens.weight"]
+    assert set(table) == {1}
+    assert len(table) == len(np.unique(np.concatenate(sequences)))
+    others = [name for name, _ in read if name != "model.embed_tokens.weight"]
+    assert len(others) == len(set(others))
+
+
+def test_every_layer_ends_in_the_next_one_s_stream(
+    tiny: Bundle, opened: Opened, sequences: list[Ids]
+) -> None:
+    graph = opened(tiny, sequences).graph
+    for layer in range(2):
+        piece = graph.layer(layer)
+        assert piece.stream == hidden_state(layer)
+        assert piece.outputs[0] == hidden_state(layer + 1)
+        assert all(name.startswith(f"model.layers.{layer}.") for name in piece.parameters)
+    assert layerwise.PieceRunner(graph.head()).piece.parameters == ("model.norm.weight",)
+    assert calibration.HEAD == graph.piece(2).name
