@@ -51,11 +51,11 @@ def choose_scale(rows: Floats, largest: float, scheme: ActivationScheme) -> floa
 
 def least_error_limit(magnitudes: Floats, largest: float, form: NumberFormat) -> float:
     """Of the shares of `largest`, the limit whose rounding has the least squared error."""
-    errors = []
+    errors, relative = [], magnitudes / np.float32(largest)
     for share in _SHARES:
-        scale = np.float32(largest * share / form.maximum)
-        rounded = form.nearest(magnitudes / scale) * scale
-        errors.append(float(np.square(rounded - magnitudes).sum(dtype=np.float64)))
+        scale = np.float32(share / form.maximum)
+        rounded = form.nearest(relative / scale) * scale
+        errors.append(float(np.square(rounded - relative).sum(dtype=np.float64)))
     return largest * float(_SHARES[int(np.argmin(errors))])
 
 

@@ -201,5 +201,5 @@ def test_options_are_checked(
 
 
 def test_a_missing_file_is_named(bundle: Bundle, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no.txt"):
+    with pytest.raises(FileNotFoundError, match=r"no\.txt"):
         read_calibration(tmp_path / "no.txt", bundle)
