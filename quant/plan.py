@@ -15,7 +15,8 @@ Everything else (which tensors there are, where they go, how the graphs are rewr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from kvgraph.export.contract import GRAPHS, GraphName
 from kvgraph.quant.formats import Floats
 from kvgraph.quant.quantized_weight import QuantizedWeight, quantize_weight
 from kvgraph.quant.recipe import Recipe, load_recipe
-from kvgraph.quant.scheme import WeightScheme
+from kvgraph.quant.scheme import CacheScheme, WeightScheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +146,17 @@ def parse_plan(text: str) -> QuantizationPlan:
     if names["prefill"] == names["decode"]:
         return parse_plan(names["prefill"])
     return QuantizationPlan(GraphPlan(load_recipe(names["prefill"])), GraphPlan(load_recipe(names["decode"])))
+
+
+def with_cache(plan: QuantizationPlan, form: Literal["int8", "fp8"]) -> QuantizationPlan:
+    """A plan whose recipes quantize the cache, by channel."""
+    scheme = CacheScheme("float8_e4m3fn" if form == "fp8" else form)
+
+    def add(graph: GraphPlan) -> GraphPlan:
+        return replace(graph, recipe=replace(graph.recipe, kv_cache=scheme))
+
+    prefill = add(plan.prefill)
+    return replace(plan, prefill=prefill, decode=prefill if plan.prefill is plan.decode else add(plan.decode))
 
 
 def needs_calibration(recipe: Recipe) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +21,8 @@ from kvgraph.export.weights_file import WEIGHTS_FILE, WeightLayout, WeightsWrite
 from kvgraph.export.writer import writing_directory
 from kvgraph.quant.bundle_weights import BundleWeights
 from kvgraph.quant.evaluation import evaluate_bundle, read_evaluation_text
-from kvgraph.quant.plan import QuantizationPlan
+from kvgraph.quant.kv_cache import delta_contract, quantize_cache
+from kvgraph.quant.plan import GraphPlan, QuantizationPlan, round_to_nearest
 from kvgraph.quant.proof import prove_weights
 from kvgraph.quant.rewrite import dequantize_weight, quantize_inputs, quantize_tokens, relocate_weights
 from kvgraph.quant.tensor_jobs import GraphChoice, TensorJob, choose_schemes, plan_jobs
@@ -56,6 +57,8 @@ def quantize_bundle(
         RuntimeError: What was written does not give the weights back.
     """
     _refuse(bundle, plan)
+    # One cache for both graphs: calibration has compared their recipes.
+    cache = plan.prefill.recipe.kv_cache
     text = None if evaluation is None else read_evaluation_text(evaluation, bundle)
     if Path(output).resolve() == bundle.path.resolve():
         raise ValueError(f"{output}: is the bundle to quantize; choose another output")
@@ -67,13 +70,16 @@ def quantize_bundle(
         layout = plan_layout(_specs(weights, jobs))
         for graph, model in models.items():
             _rewrite(model, graph, choices[graph], jobs, plan, layout)
+            if cache is not None:
+                quantize_cache(model, bundle.contract, cache, plan.cache_ranges)
             (directory / graph_file(graph)).write_bytes(ir.to_proto(model).SerializeToString())
         sha256 = _write_weights(directory / WEIGHTS_FILE, layout, weights, jobs)
         for name in sorted(bundle.files.keys() - {WEIGHTS_FILE, *map(graph_file, GRAPHS)}):
             shutil.copyfile(bundle.path / name, directory / name)
         for graph in GRAPHS:
             onnx.checker.check_model(str(directory / graph_file(graph)), full_check=True)
-        described = _describe(directory, bundle, plan, jobs, layout, {WEIGHTS_FILE: sha256})
+        contract = bundle.contract if cache is None else delta_contract(bundle.contract, cache)
+        described = _describe(directory, replace(bundle, contract=contract), plan, jobs, layout, sha256)
         proof = prove_weights(described, weights, choices, jobs)
         sizes = {"float": bundle.files[WEIGHTS_FILE].size, "quantized": layout.size}
         quantization = {"source_digest": bundle.digest(), "size": sizes, **proof.to_json()}
@@ -96,11 +102,21 @@ def _refuse(bundle: Bundle, plan: QuantizationPlan) -> None:
             f"{bundle.path}: is quantized already ({', '.join(names)}); quantize the float bundle that it was made from"
         )
     for graph in GRAPHS:
-        if plan.graph(graph).recipe.kv_cache is not None:
-            raise ValueError(
-                f"recipe {plan.graph(graph).recipe.name!r}: this version does not quantize the cache; "
-                "leave kv_cache out"
-            )
+        _refuse_uncalibrated(plan.graph(graph), plan)
+
+
+def _refuse_uncalibrated(graph: GraphPlan, plan: QuantizationPlan) -> None:
+    """What a recipe asks for and only data can give must be there: left out, it would be missed by nobody."""
+    recipe = graph.recipe
+    missing = {
+        f"algorithm {recipe.algorithm}": recipe.algorithm != "rtn"
+        and graph.weight_quantizer is round_to_nearest,
+        # A search may find that no factors are better; scales there are then, all the same.
+        "smooth_quant": recipe.smooth_quant is not None and not (graph.rescalings or graph.activation_scales),
+        "kv_cache": recipe.kv_cache is not None and not plan.cache_ranges,
+    }
+    if what := [name for name, lacks in missing.items() if lacks]:
+        raise ValueError(f"recipe {recipe.name!r}: {what[0]} needs data; give --calibration FILE")
 
 
 def _specs(weights: BundleWeights, jobs: Iterable[TensorJob]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -165,11 +181,11 @@ def _describe(
     plan: QuantizationPlan,
     jobs: Iterable[TensorJob],
     layout: WeightLayout,
-    hashes: Mapping[str, str],
+    sha256: str,
 ) -> Bundle:
-    """bundle.json of a filled directory; `hashes` are those known from writing."""
+    """bundle.json of a filled directory; `sha256` is that of the weights."""
     files = {
-        file.name: FileEntry(file.stat().st_size, hashes.get(file.name) or hash_file(file))
+        file.name: FileEntry(file.stat().st_size, sha256 if file.name == WEIGHTS_FILE else hash_file(file))
         for file in sorted(directory.iterdir())
         if not file.name.startswith(".")
     }

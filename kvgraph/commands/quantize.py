@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvgraph.export.bundle import Bundle
+    from kvgraph.quant.plan import QuantizationPlan
 
 NAME = "quantize"
-HELP = "quantize a bundle: weights, activations, in standard operators, measured against the float bundle"
+HELP = "quantize a bundle: weights, activations and cache, in standard operators, measured against the float bundle"
+
+# Beside the output: what calibration learns of a bundle and its data serves every recipe.
+_STATISTICS = ".kvgraph-calibration"
+# Flags that mean something with --calibration alone -> the field of CalibrationOptions.
+_CALIBRATION_FLAGS = {"--samples": "samples", "--sequence-length": "sequence_length", "--seed": "seed"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,25 +31,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what is quantized and how: a recipe's name, a .toml or .json file, or one for each graph",
     )
     parser.add_argument(
+        "--kv-cache", choices=("int8", "fp8"), help="quantize the cache, too; needs --calibration"
+    )
+    parser.add_argument(
         "--evaluation", metavar="FILE", help="measure perplexity, KL and top-1 agreement on this UTF-8 text"
     )
     parser.add_argument("--force", action="store_true", help="replace a bundle that is there")
     parser.add_argument("--explain", action="store_true", help="show every module: recipe, scales, error")
     parser.add_argument("--plot", metavar="FILE", help="write a picture of errors and scales as PNG")
+    calibration = parser.add_argument_group("calibration, for recipes that need data")
+    calibration.add_argument(
+        "--calibration", metavar="FILE", help="UTF-8 text, .jsonl of texts or chats, or .npy of token ids"
+    )
+    calibration.add_argument("--samples", type=int, metavar="N", help="most sequences (128)")
+    calibration.add_argument(
+        "--sequence-length",
+        type=int,
+        metavar="N",
+        help="most tokens of a sequence (the model's, at most 512)",
+    )
+    calibration.add_argument("--seed", type=int, metavar="N", help="which sequences, of more than that (0)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Quantize, print what was done and what it cost, and one line about the result."""
     from kvgraph.export.bundle import Bundle
-    from kvgraph.quant.plan import parse_plan
     from kvgraph.quant.quantizer import quantize_bundle
     from kvgraph.quant.report import format_quantization
 
-    plan = parse_plan(args.recipe)
-    evaluation = None if args.evaluation is None else Path(args.evaluation)
-    bundle = quantize_bundle(
-        Bundle.open(args.bundle), plan, args.output, evaluation=evaluation, force=args.force
-    )
+    source, evaluation = Bundle.open(args.bundle), None if args.evaluation is None else Path(args.evaluation)
+    with ExitStack() as stack:
+        plan = _plan(args, source, stack)
+        bundle = quantize_bundle(source, plan, args.output, evaluation=evaluation, force=args.force)
     print(format_quantization(bundle, args.explain))
     if args.plot is not None:
         from kvgraph.quant.plot import plot_quantization
@@ -47,3 +71,30 @@ def run(args: argparse.Namespace) -> int:
     size = sum(entry.size for entry in bundle.files.values())
     print(f"{bundle.path}: {plan.name}, {len(bundle.files)} files, {size / 1e6:.1f} MB")
     return 0
+
+
+def _plan(args: argparse.Namespace, bundle: Bundle, stack: ExitStack) -> QuantizationPlan:
+    """The recipes with everything that data tells; what that reads is open until `stack` closes."""
+    from kvgraph.quant.plan import parse_plan, with_cache
+
+    plan = parse_plan(args.recipe)
+    if args.kv_cache is not None:
+        plan = with_cache(plan, args.kv_cache)
+    given = {flag: getattr(args, name) for flag, name in _CALIBRATION_FLAGS.items()}
+    if args.calibration is None:
+        if unused := [flag for flag, value in given.items() if value is not None]:
+            raise ValueError(f"{unused[0]} is for --calibration FILE; give one, or leave it out")
+        return plan
+
+    from kvgraph.quant.bundle_weights import BundleWeights
+    from kvgraph.quant.calibrated_plan import calibrate_plan
+    from kvgraph.quant.calibration_data import CalibrationOptions, read_calibration
+    from kvgraph.quant.layerwise import LayerwiseModel
+
+    limit = bundle.contract.capacity or bundle.contract.max_positions
+    options = {"sequence_length": min(CalibrationOptions().sequence_length, limit)}
+    options |= {_CALIBRATION_FLAGS[flag]: value for flag, value in given.items() if value is not None}
+    data = read_calibration(args.calibration, bundle, CalibrationOptions(**options))
+    weights = stack.enter_context(BundleWeights(bundle))
+    parent = Path(args.output).resolve().parent / _STATISTICS
+    return calibrate_plan(LayerwiseModel(bundle, weights, data), plan, parent)

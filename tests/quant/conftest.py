@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
@@ -56,7 +57,8 @@ def _with_scales(bundle: Bundle, plan: QuantizationPlan) -> QuantizationPlan:
             scheme = plan.recipe.module_scheme(linear.module)
             if scheme is not None and scheme.activation is not None:
                 scales[linear.module] = _INPUT_SCALES[scheme.activation.format]
-        return GraphPlan(plan.recipe, activation_scales=scales)
+        # SmoothQuant is a matter of calibration.
+        return GraphPlan(replace(plan.recipe, smooth_quant=None), activation_scales=scales)
 
     prefill = complete(plan.prefill)
     return QuantizationPlan(prefill, prefill if plan.prefill is plan.decode else complete(plan.decode))

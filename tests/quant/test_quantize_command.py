@@ -48,6 +48,10 @@ def test_writes_a_picture(tiny: Bundle, tmp_path: Path) -> None:
         (["--recipe", "int3"], "recipe 'int3' is not known; known are fp8"),
         (["--recipe", "fp8"], "has no scale for its input; give --calibration FILE"),
         (["--recipe", "int8-wo", "--evaluation", "absent.txt"], "absent.txt: No such file"),
+        (["--recipe", "int8-sq"], "smooth_quant needs data; give --calibration FILE"),
+        (["--recipe", "int8-wo", "--kv-cache", "int8"], "kv_cache needs data; give --calibration FILE"),
+        (["--recipe", "int8-wo", "--samples", "3"], "--samples is for --calibration FILE"),
+        (["--recipe", "fp8", "--calibration", "absent.txt"], "absent.txt"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -67,3 +71,20 @@ def test_bad_input_is_one_line(
 def test_float_bundle_has_nothing_to_show(tiny: Bundle) -> None:
     with pytest.raises(ValueError, match="is not quantized"):
         format_quantization(tiny)
+
+
+def test_calibrates(
+    stories: Bundle, shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (shared_data / "text" / "botchan_en.txt").read_text(encoding="utf-8-sig")
+    (tmp_path / "novel.txt").write_text(text[2000:8000], encoding="utf-8")
+    arguments = ["--recipe", "fp8", "--calibration", str(tmp_path / "novel.txt"), "--samples", "8"]
+    evaluation = shared_data / "text" / "tinystories_sample_en.txt"
+    arguments += ["--sequence-length", "64", "--kv-cache", "int8", "--evaluation", str(evaluation)]
+    assert main(["quantize", str(stories.path), "-o", str(tmp_path / "out"), *arguments]) == 0
+    bundle = Bundle.open(tmp_path / "out")
+    assert {(tensor.form, tensor.dtype) for tensor in bundle.contract.state} == {("delta", "int8")}
+    assert bundle.quantization is not None
+    measured = bundle.quantization["evaluation"]
+    assert measured["perplexity"] < 1.05 * measured["reference_perplexity"]
+    assert "float8_e4m3fn tensor" in capsys.readouterr().out

@@ -29,6 +29,7 @@ from kvgraph.quant.plan import (
 from kvgraph.quant.quantized_weight import QuantizedWeight
 from kvgraph.quant.quantizer import quantize_bundle
 from kvgraph.quant.recipe import Override, Recipe, load_recipe
+from kvgraph.quant.scheme import CacheScheme
 
 UP = "model.layers.0.mlp.up_proj"
 NORM = "model.layers.0.post_attention_layernorm.weight"
@@ -237,6 +238,22 @@ class TestInputs:
             assert len(rounded) == 2 * 4
             readers = [len(node.outputs[0].consumers()[0].outputs[0].uses()) for node in rounded]
             assert readers == [3, 1, 2, 1] * 2
+
+    @pytest.mark.parametrize(
+        ("changes", "missing"),
+        [
+            ({"algorithm": "gptq"}, "algorithm gptq"),
+            ({"algorithm": "awq"}, "algorithm awq"),
+            ({"smooth_quant": 0.5}, "smooth_quant"),
+            ({"kv_cache": CacheScheme("int8")}, "kv_cache"),
+        ],
+    )
+    def test_what_only_data_can_give_is_missed(
+        self, tiny: Bundle, tmp_path: Path, changes: dict[str, Any], missing: str
+    ) -> None:
+        recipe = replace(load_recipe("int8-wo"), **changes)
+        with pytest.raises(ValueError, match=f"'int8-wo': {missing} needs data; give --calibration FILE"):
+            quantize_bundle(tiny, both(recipe), tmp_path / "out")
 
     def test_missing_scale_is_an_error(self, tiny: Bundle, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="q_proj has no scale for its input; give --calibration"):
