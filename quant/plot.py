@@ -35,8 +35,8 @@ def plot_quantization(bundle: Bundle, path: str | Path) -> None:
     for index, (label, modules) in enumerate(lines.items()):
         style = {"color": f"C{index % 10}", "marker": "o" if index < 10 else "s", "markersize": 3}
         layers = list(modules)
-        ratios = [modules[layer]["snr_db"] for layer in layers]
-        errors.plot(layers, [math.nan if ratio is None else ratio for ratio in ratios], label=label, **style)
+        ratios = [modules[layer]["snr_db"] or math.nan for layer in layers]
+        errors.plot(layers, ratios, label=label, **style)
         ranges = [modules[layer]["scale_range"] for layer in layers]
         scales.plot(layers, [median for _, median, _ in ranges], **style)
         scales.fill_between(
@@ -54,7 +54,7 @@ def plot_quantization(bundle: Bundle, path: str | Path) -> None:
     scales.xaxis.get_major_locator().set_params(integer=True)
     for axis in (errors, scales):
         axis.grid(alpha=0.3)
-    figure.suptitle(f"{bundle.path.name}: {bundle.model_type}, {_recipes(bundle)}", x=0.01, ha="left")
+    figure.suptitle(_title(bundle), x=0.01, ha="left")
     figure.savefig(path, format="png", dpi=120)
 
 
@@ -72,6 +72,7 @@ def _lines(modules: list[Mapping[str, Any]]) -> dict[str, dict[int, Mapping[str,
     return lines
 
 
-def _recipes(bundle: Bundle) -> str:
+def _title(bundle: Bundle) -> str:
     assert bundle.recipe is not None
-    return " / ".join(dict.fromkeys(recipe["name"] for recipe in bundle.recipe.values()))
+    recipes = " / ".join(dict.fromkeys(recipe["name"] for recipe in bundle.recipe.values()))
+    return f"{bundle.path.name}: {bundle.model_type}, {recipes}"

@@ -23,7 +23,7 @@ from kvgraph.quant.bundle_weights import BundleWeights
 from kvgraph.quant.evaluation import evaluate_bundle, read_evaluation_text
 from kvgraph.quant.kv_cache import delta_contract, quantize_cache
 from kvgraph.quant.plan import GraphPlan, QuantizationPlan, round_to_nearest
-from kvgraph.quant.proof import prove_weights
+from kvgraph.quant.proof import WeightProof, prove_weights
 from kvgraph.quant.rewrite import dequantize_weight, quantize_inputs, quantize_tokens, relocate_weights
 from kvgraph.quant.tensor_jobs import GraphChoice, TensorJob, choose_schemes, plan_jobs
 from kvgraph.quant.tensor_writer import write_tensor
@@ -57,36 +57,45 @@ def quantize_bundle(
         RuntimeError: What was written does not give the weights back.
     """
     _refuse(bundle, plan)
-    # One cache for both graphs: calibration has compared their recipes.
-    cache = plan.prefill.recipe.kv_cache
     text = None if evaluation is None else read_evaluation_text(evaluation, bundle)
     if Path(output).resolve() == bundle.path.resolve():
         raise ValueError(f"{output}: is the bundle to quantize; choose another output")
     with BundleWeights(bundle) as weights, writing_directory(output, BUNDLE_FILE, force) as directory:
-        models = {graph: ir.load(bundle.graph_path(graph)) for graph in GRAPHS}
-        choices = {graph: choose_schemes(models[graph], plan.graph(graph)) for graph in GRAPHS}
-        dtypes = {name: stored.dtype for name, stored in weights.tensors.items()}
-        jobs = plan_jobs(choices, plan, dtypes)
-        layout = plan_layout(_specs(weights, jobs))
-        for graph, model in models.items():
-            _rewrite(model, graph, choices[graph], jobs, plan, layout)
-            if cache is not None:
-                quantize_cache(model, bundle.contract, cache, plan.cache_ranges)
-            (directory / graph_file(graph)).write_bytes(ir.to_proto(model).SerializeToString())
-        sha256 = _write_weights(directory / WEIGHTS_FILE, layout, weights, jobs)
-        for name in sorted(bundle.files.keys() - {WEIGHTS_FILE, *map(graph_file, GRAPHS)}):
-            shutil.copyfile(bundle.path / name, directory / name)
-        for graph in GRAPHS:
-            onnx.checker.check_model(str(directory / graph_file(graph)), full_check=True)
-        contract = bundle.contract if cache is None else delta_contract(bundle.contract, cache)
-        described = _describe(directory, replace(bundle, contract=contract), plan, jobs, layout, sha256)
-        proof = prove_weights(described, weights, choices, jobs)
-        sizes = {"float": bundle.files[WEIGHTS_FILE].size, "quantized": layout.size}
+        quantized, proof = _fill(directory, bundle, weights, plan)
+        sizes = {
+            "float": bundle.files[WEIGHTS_FILE].size,
+            "quantized": quantized.files[WEIGHTS_FILE].size,
+        }
         quantization = {"source_digest": bundle.digest(), "size": sizes, **proof.to_json()}
         if text is not None:
-            quantization["evaluation"] = evaluate_bundle(bundle, described, text).to_json()
-        write_description(replace(described, quantization=quantization))
+            quantization["evaluation"] = evaluate_bundle(bundle, quantized, text).to_json()
+        write_description(replace(quantized, quantization=quantization))
     return Bundle.open(output)
+
+
+def _fill(
+    directory: Path, bundle: Bundle, weights: BundleWeights, plan: QuantizationPlan
+) -> tuple[Bundle, WeightProof]:
+    """Graphs, weights and tokenizer of the quantized bundle; its description, and what it says when read back."""
+    models = {graph: ir.load(bundle.graph_path(graph)) for graph in GRAPHS}
+    choices = {graph: choose_schemes(models[graph], plan.graph(graph)) for graph in GRAPHS}
+    jobs = plan_jobs(choices, plan, {name: stored.dtype for name, stored in weights.tensors.items()})
+    layout = plan_layout(_specs(weights, jobs))
+    contract = bundle.contract
+    for graph, model in models.items():
+        _rewrite(model, graph, choices[graph], jobs, plan, layout)
+        # One cache for both graphs: calibration has compared their recipes.
+        if (cache := plan.prefill.recipe.kv_cache) is not None:
+            quantize_cache(model, bundle.contract, cache, plan.cache_ranges)
+            contract = delta_contract(bundle.contract, cache)
+        (directory / graph_file(graph)).write_bytes(ir.to_proto(model).SerializeToString())
+    sha256 = _write_weights(directory / WEIGHTS_FILE, layout, weights, jobs)
+    for name in sorted(bundle.files.keys() - {WEIGHTS_FILE, *map(graph_file, GRAPHS)}):
+        shutil.copyfile(bundle.path / name, directory / name)
+    for graph in GRAPHS:
+        onnx.checker.check_model(str(directory / graph_file(graph)), full_check=True)
+    quantized = _describe(directory, replace(bundle, contract=contract), plan, jobs, layout, sha256)
+    return quantized, prove_weights(quantized, weights, choices, jobs)
 
 
 def write_description(bundle: Bundle) -> None:
