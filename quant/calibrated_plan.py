@@ -16,7 +16,7 @@ from kvgraph.quant.cache_ranges import choose_cache_range
 from kvgraph.quant.calibration import StatisticsReader, cache_directory, collect_statistics
 from kvgraph.quant.formats import Floats
 from kvgraph.quant.gptq import GptqOptions
-from kvgraph.quant.layer_graph import Piece, Product
+from kvgraph.quant.layer_graph import HEAD, Piece, Product
 from kvgraph.quant.layerwise import LayerwiseModel
 from kvgraph.quant.output_error import RoundedProducts
 from kvgraph.quant.plan import (
@@ -102,7 +102,11 @@ def _decide(
     Factors that reach the cache go into both graphs or into none (`through_cache`): what one writes, the other reads.
     """
     recipe = found.recipe
-    if recipe.smooth_quant is not None or recipe.algorithm == "awq":
+    rounds = any(recipe.module_scheme(product.module) is not None for product in piece.products)
+    if rounds and (recipe.smooth_quant is not None or recipe.algorithm == "awq"):
+        if piece.name == HEAD:
+            # Run for the input of its product alone, it lacks the product.
+            piece = model.graph.head(with_logits=True)
         weights = model.layer_weights(piece)
         # Backwards, so that a producer's weights are what they will be when they are products themselves.
         for fold in reversed(find_folds(piece)):
