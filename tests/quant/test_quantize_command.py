@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,23 @@ def test_bad_input_is_one_line(
     assert error.startswith("kvgraph: error: ")
     assert message in error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "band"), [("int8-dynamic", "int8"), ("fp8-wo", "int8"), ("int4-wo", "int4")]
+)
+def test_compare_knows_the_band_of_a_recipe(
+    tiny: Bundle,
+    quantized: Callable[[Bundle, str], Bundle],
+    capsys: pytest.CaptureFixture[str],
+    recipe: str,
+    band: str,
+) -> None:
+    arguments = ["--against", str(tiny.path), "--prefill", "8", "--steps", "4"]
+    assert main(["compare", str(quantized(tiny, recipe).path), *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith(f"band       {band}: ")]
+    assert lines[-1].startswith("in band: 5 steps")
 
 
 def test_float_bundle_has_nothing_to_show(tiny: Bundle) -> None:
