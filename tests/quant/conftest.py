@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import itertools
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +17,17 @@ import kvgraph.runtime.ort
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.targets.ort_cpu import widened_contract
 from kvgraph.export.targets.ort_cpu_graph import lower_for_ort_cpu, needs_lowering
+from kvgraph.quant.bundle_weights import BundleWeights
+from kvgraph.quant.calibrated_plan import calibrate_plan
+from kvgraph.quant.calibration_data import CalibrationOptions, read_calibration
+from kvgraph.quant.layerwise import LayerwiseModel
 from kvgraph.quant.linears import find_linears
 from kvgraph.quant.plan import GraphPlan, QuantizationPlan, parse_plan
 from kvgraph.quant.quantizer import quantize_bundle
+from kvgraph.quant.recipe import Recipe
 from kvgraph.runtime.ort import OrtSession
+from kvgraph.runtime.perplexity import measure_perplexity
+from kvgraph.runtime.tokenizer import Tokenizer
 
 # Stands for a calibrated scale of every input: those of the tiny models reach some 3.
 _INPUT_SCALES = {"int8": 0.02, "float8_e4m3fn": 0.01}
@@ -101,3 +111,58 @@ def run_exactly() -> Callable[[Bundle], OrtSession]:
             return OrtSession(bundle, threads=1, graphs=graphs, contract=widened_contract(bundle.contract))
 
     return lambda bundle: open_path(bundle.path)
+
+
+@pytest.fixture(scope="session")
+def story_file(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text to calibrate on, a story a line: from the grammar that the repository's own model was trained on."""
+    spec = importlib.util.spec_from_file_location(
+        "told_stories", repository / "tests" / "tiny_model" / "stories.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    stories = importlib.util.module_from_spec(spec)
+    # Dataclasses look their own module up.
+    sys.modules[spec.name] = stories
+    spec.loader.exec_module(stories)
+    path = tmp_path_factory.mktemp("stories") / "stories.txt"
+    told = itertools.islice(stories.tell_stories(0), 64)
+    path.write_text("\n".join(story.text.replace("\n", " ") for story in told), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def calibrated(tmp_path_factory: pytest.TempPathFactory, story_file: Path) -> Callable[..., Bundle]:
+    """Quantizes a bundle that has a tokenizer by a recipe, or by one for each graph, calibrated on stories.
+
+    Statistics of a bundle are collected once for all recipes.
+    """
+    statistics = tmp_path_factory.mktemp("statistics")
+
+    @functools.cache
+    def quantize(path: Path, prefill: Recipe, decode: Recipe | None) -> Bundle:
+        bundle = Bundle.open(path)
+        graph = GraphPlan(prefill)
+        plan = QuantizationPlan(graph, graph if decode is None else GraphPlan(decode))
+        data = read_calibration(story_file, bundle, CalibrationOptions(samples=48))
+        output = tmp_path_factory.mktemp("calibrated") / "bundle"
+        with BundleWeights(bundle) as weights:
+            complete = calibrate_plan(LayerwiseModel(bundle, weights, data), plan, statistics)
+            return quantize_bundle(bundle, complete, output)
+
+    return lambda bundle, prefill, decode=None: quantize(bundle.path, prefill, decode)
+
+
+@pytest.fixture(scope="session")
+def perplexity(shared_data: Path) -> Callable[[Bundle], float]:
+    """Of a bundle on the text that stories260k's figure is given for, in windows of 255 tokens after BOS."""
+    text = (shared_data / "text" / "tinystories_sample_en.txt").read_text(encoding="utf-8")
+
+    @functools.cache
+    def measure(path: Path) -> float:
+        bundle = Bundle.open(path)
+        tokenizer = Tokenizer.load(path, bundle.config)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return measure_perplexity(OrtSession(bundle), ids, 255, tokenizer.bos_token_id).perplexity
+
+    return lambda bundle: measure(bundle.path)
