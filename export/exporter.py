@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 import kvgraph
 from kvgraph.export.assemble import assemble
-from kvgraph.export.bundle import BUNDLE_FILE, SCHEMA_VERSION, Bundle, FileEntry, hash_file
+from kvgraph.export.bundle import BUNDLE_FILE, SCHEMA_VERSION, TARGETS, Bundle, FileEntry, hash_file
 from kvgraph.export.contract import GRAPHS, Contract, GraphName, graph_file, hidden_state
 from kvgraph.export.decoder_contract import decoder_contract
 from kvgraph.export.passes.bind_capacity import bind_capacity
@@ -85,7 +85,7 @@ def export_checkpoint(
     dtype = _known_dtype(options.dtype or checkpoint.dtype(), "dtype")
     residual_dtype = _known_dtype(options.residual_dtype or dtype, "residual_dtype")
     _check_capacity(options.capacity, config)
-    with writing_directory(output, BUNDLE_FILE, force) as directory:
+    with writing_directory(output, BUNDLE_FILE, force, (TARGETS,)) as directory:
         # What can be refused at once comes first.
         checkpoint.write_tokenizer(directory)
         precision = Precision(getattr(torch, dtype), getattr(torch, residual_dtype))

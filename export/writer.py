@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import glob
+import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -22,21 +23,26 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def writing_directory(destination: str | Path, marker: str, force: bool) -> Iterator[Path]:
+def writing_directory(
+    destination: str | Path, marker: str, force: bool, subfolders: Collection[str] = ()
+) -> Iterator[Path]:
     """A new directory to fill; on leaving it becomes `destination`, on an error it vanishes.
 
     Args:
         destination: Where the finished directory goes.
         marker: A file that every such directory holds; only a directory that holds it is ever replaced.
         force: Replace what is there.
+        subfolders: Folders that such a directory may hold beside the files that its marker lists.
 
     Raises:
-        FileExistsError: Something is there, and `force` is off or it is not of this kind.
+        FileExistsError: Something is there, and `force` is off, it is not of this kind, or somebody else's files are
+            among it.
         NotADirectoryError: A file is there.
         OSError: The place is read-only, or full.
     """
     destination = Path(destination).resolve()
     _refuse_existing(destination, marker, force)
+    _refuse_foreign(destination, marker, subfolders)
     temporary, lock = _begin(destination)
     with lock:
         try:
@@ -100,6 +106,20 @@ def _refuse_existing(destination: Path, marker: str, force: bool) -> None:
     if not (destination / marker).is_file():
         raise FileExistsError(
             f"{destination}: holds no {marker}, so --force does not replace it; choose another output"
+        )
+
+
+def _refuse_foreign(destination: Path, marker: str, subfolders: Collection[str]) -> None:
+    """Replacing a directory must not take along what somebody put into it; a damaged marker cannot tell."""
+    try:
+        listed = json.loads((destination / marker).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    own = {marker, *listed, *subfolders}
+    if foreign := sorted(path.name for path in destination.iterdir() if path.name not in own):
+        raise FileExistsError(
+            f"{destination}: holds {', '.join(foreign[:3])}, which {marker} does not list, so --force does not "
+            "replace it; move that away or choose another output"
         )
 
 

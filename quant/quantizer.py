@@ -15,7 +15,7 @@ import onnx_ir as ir
 from tqdm import tqdm
 
 import kvgraph
-from kvgraph.export.bundle import BUNDLE_FILE, Bundle, FileEntry, hash_file
+from kvgraph.export.bundle import BUNDLE_FILE, TARGETS, Bundle, FileEntry, hash_file
 from kvgraph.export.contract import GRAPHS, GraphName, graph_file
 from kvgraph.export.weights_file import WEIGHTS_FILE, WeightLayout, WeightsWriter, plan_layout
 from kvgraph.export.writer import writing_directory
@@ -60,7 +60,10 @@ def quantize_bundle(
     text = None if evaluation is None else read_evaluation_text(evaluation, bundle)
     if Path(output).resolve() == bundle.path.resolve():
         raise ValueError(f"{output}: is the bundle to quantize; choose another output")
-    with BundleWeights(bundle) as weights, writing_directory(output, BUNDLE_FILE, force) as directory:
+    with (
+        BundleWeights(bundle) as weights,
+        writing_directory(output, BUNDLE_FILE, force, (TARGETS,)) as directory,
+    ):
         quantized, proof = _fill(directory, bundle, weights, plan)
         sizes = {
             "float": bundle.files[WEIGHTS_FILE].size,

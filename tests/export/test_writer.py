@@ -254,3 +254,24 @@ def test_name_with_wildcards_is_taken_literally(tmp_path: Path) -> None:
     kill(start_writer(tmp_path / "a", "half"))
     write(tmp_path / "[a]*")
     assert [name.partition(".tmp-")[0] for name in names(tmp_path)] == [".a", "[a]*"]
+
+
+def test_force_does_not_take_along_what_the_marker_does_not_list(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    (output / "targets").mkdir(parents=True)
+    (output / "marker.json").write_text('{"files": {"graph.onnx": {}}}')
+    (output / "graph.onnx").touch()
+    notes = output / "notes.txt"
+    notes.write_text("mine")
+
+    with (
+        pytest.raises(FileExistsError, match=r"holds notes\.txt, which marker\.json does not list"),
+        writing_directory(output, "marker.json", True, ["targets"]),
+    ):
+        pass
+    assert notes.read_text() == "mine"
+
+    notes.unlink()
+    with writing_directory(output, "marker.json", True, ["targets"]) as directory:
+        (directory / "marker.json").write_text("{}")
+    assert sorted(path.name for path in output.iterdir()) == ["marker.json"]
