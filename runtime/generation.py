@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal, TypedDict, Unpack
 
 from kvgraph.runtime.sampling import Logprob, SamplingParams
@@ -60,15 +61,37 @@ class GenerationParams:
             ("logprobs", self.logprobs, 0),
             ("prefill_chunk", self.prefill_chunk, 1),
         ):
-            if value is not None and value < least:
+            if value is None:
+                continue
+            if not _is_integer(value):
+                raise TypeError(f"{name} is {value!r}, expected an integer")
+            if value < least:
                 raise ValueError(f"{name} is {value}, expected {least} or more")
+        ends = self.eos_token_ids
+        if ends is not None and not _all(ends, _is_integer):
+            raise TypeError(f"eos_token_ids is {ends!r}, expected a sequence of integers")
+        if not isinstance(self.stop, str) and not _all(self.stop, lambda text: isinstance(text, str)):
+            raise TypeError(f"stop is {self.stop!r}, expected a text or a sequence of texts")
 
     @classmethod
     def of(cls, **options: Unpack[Options]) -> GenerationParams:
         """Parameters from the keyword arguments of `Model.generate`."""
         given: dict[str, Any] = {**options}
+        if unknown := sorted(set(given) - Options.__annotations__.keys()):
+            known = ", ".join(Options.__annotations__)
+            raise TypeError(f"unknown options: {', '.join(unknown)}; known are {known}")
         sampling = {name: given.pop(name) for name in SamplingParams.__slots__ if name in given}
         return cls(SamplingParams(**sampling), **given)
+
+
+def _is_integer(value: object) -> bool:
+    """An integer of Python or NumPy; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _all(values: object, fits: Callable[[object], bool]) -> bool:
+    """Whether `values` is iterable and each of them fits."""
+    return isinstance(values, Iterable) and all(fits(value) for value in values)
 
 
 @dataclass(frozen=True, slots=True)

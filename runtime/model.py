@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack, overload
 
@@ -99,9 +99,16 @@ class Model:
 
     def params(self, options: Options) -> GenerationParams:
         """The parameters that options stand for, with the model's own end tokens where none are given."""
-        if options.get("eos_token_ids") is None:
-            options = {**options, "eos_token_ids": self.eos_token_ids}
-        return GenerationParams.of(**options)
+        params = GenerationParams.of(**options)
+        if params.eos_token_ids is None:
+            return replace(params, eos_token_ids=self.eos_token_ids)
+        vocab_size = self.session.contract.vocab_size
+        for token in params.eos_token_ids:
+            if not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"eos_token_ids holds {token}, expected 0 <= id < {vocab_size}, the vocabulary"
+                )
+        return params
 
     def _stream(self, prompts: Sequence[Any], options: Options) -> Iterator[Event]:
         return stream(self.session, prompts, self.params(options), self.tokenizer)

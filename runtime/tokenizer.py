@@ -88,7 +88,16 @@ class Tokenizer:
             text: Special tokens spelled in it ("<s>") become their ids.
             add_special_tokens: Add what the tokenizer puts around a text. A BOS that the text already has is not
                 doubled. Rendered chats have all of theirs: encode them without.
+
+        Raises:
+            ValueError: The text holds half a surrogate pair, as bytes that are not UTF-8 leave it.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"text is not valid Unicode at character {error.start}; give it as UTF-8"
+            ) from error
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         if add_special_tokens and self.adds_bos and ids[1:2] == [self.bos_token_id]:
             return ids[1:]

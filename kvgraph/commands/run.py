@@ -56,12 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate, and say on stderr where and how fast."""
-    from kvgraph.runtime.generation import Options
+    from kvgraph.runtime.generation import GenerationParams, Options
     from kvgraph.runtime.model import load
 
     options = cast(
         "Options", {name: value for name, value in vars(args).items() if name in Options.__annotations__}
     )
+    # Opening a large bundle takes long: a mistyped number is refused before.
+    GenerationParams.of(**options)
     prompt = _read_prompt(args)
     model = load(args.bundle, args.target, device=args.device, verify=args.verify)
     info = model.session.info

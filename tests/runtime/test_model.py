@@ -200,3 +200,22 @@ def test_missing_onnxruntime_names_the_extra(tiny_llama, exported, monkeypatch):
 def test_missing_bundle_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no such bundle"):
         load(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"max_new_tokens": 2.5}, TypeError, "max_new_tokens is 2.5, expected an integer"),
+        ({"max_new_tokens": True}, TypeError, "max_new_tokens is True, expected an integer"),
+        ({"logprobs": 1.5}, TypeError, "logprobs is 1.5, expected an integer"),
+        ({"eos_token_ids": 2}, TypeError, "eos_token_ids is 2, expected a sequence of integers"),
+        ({"eos_token_ids": ["2"]}, TypeError, "expected a sequence of integers"),
+        ({"eos_token_ids": [-1]}, ValueError, "eos_token_ids holds -1, expected 0 <= id < "),
+        ({"eos_token_ids": [5000]}, ValueError, "eos_token_ids holds 5000, expected 0 <= id < "),
+        ({"stop": 5}, TypeError, "stop is 5, expected a text or a sequence of texts"),
+        ({"max_length": 4}, TypeError, "unknown options: max_length; known are temperature"),
+    ],
+)
+def test_options_of_another_kind_are_refused_before_compute(model, options, error, message):
+    with pytest.raises(error, match=message):
+        model.generate([1, 2], **options)

@@ -153,3 +153,9 @@ def test_broken_tokenizer_is_named(tmp_path, content):
 def test_wrong_files_are_named(tmp_path, files, message):
     with pytest.raises(ValueError, match=message):
         Tokenizer.load(write(tmp_path, **files))
+
+
+def test_text_that_is_not_unicode_is_refused(shared_data):
+    tokenizer = Tokenizer.load(shared_data / "stories260k")
+    with pytest.raises(ValueError, match="not valid Unicode at character 2"):
+        tokenizer.encode("ab\udcff")
