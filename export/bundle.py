@@ -109,7 +109,9 @@ class Bundle:
         file = path / BUNDLE_FILE
         version = data.get("schema_version")
         # bool is an int, too.
-        if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
+        if type(version) is not int or version < 1:
+            raise ValueError(f"{file}: schema version {version!r}, expected a whole number; export it again")
+        if version > SCHEMA_VERSION:
             raise ValueError(
                 f"{file}: schema version {version!r}, this kvgraph reads up to {SCHEMA_VERSION}; "
                 f"install kvgraph {data.get('tool_version', '(unknown)')} or newer"

@@ -59,7 +59,10 @@ def run(args: argparse.Namespace) -> int:
     from kvgraph.quant.quantizer import quantize_bundle
     from kvgraph.quant.report import format_quantization
 
-    source, evaluation = Bundle.open(args.bundle), None if args.evaluation is None else Path(args.evaluation)
+    source, evaluation = (
+        Bundle.open(args.bundle, verify=True),
+        None if args.evaluation is None else Path(args.evaluation),
+    )
     with ExitStack() as stack:
         plan = _plan(args, source, stack)
         bundle = quantize_bundle(source, plan, args.output, evaluation=evaluation, force=args.force)
