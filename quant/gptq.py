@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvgraph.quant.formats import FORMATS, Floats
-from kvgraph.quant.quantized_weight import QuantizedWeight, combined_scale
+from kvgraph.quant.quantized_weight import QuantizedWeight, combined_scale, quantize_weight
+from kvgraph.quant.scheme import WeightScheme
 
 # Below this size a triangular inverse is LAPACK's.
 _LEAF = 64
@@ -33,7 +34,7 @@ class GptqOptions:
 
     act_order: bool = True
     block_size: int = 128
-    damping: float = 0.01
+    damping: float = 0.05
 
 
 class InputGram:
@@ -68,6 +69,16 @@ class InputGram:
             except np.linalg.LinAlgError:
                 # Rounding errors of a badly conditioned matrix; more of a diagonal always helps.
                 damping *= 10
+
+    def block_rows(self, size: int) -> Floats:
+        """Inputs [size, I] that have this X^T X within every block of `size` channels."""
+        rows = np.zeros((size, len(self.gram)), np.float32)
+        for start in range(0, len(self.gram), size):
+            block = self.gram[start : start + size, start : start + size]
+            damping = self.options.damping * float(np.diagonal(block).mean()) or 1.0
+            factor = np.linalg.cholesky(block + np.float32(damping) * np.eye(len(block), dtype=np.float32))
+            rows[: len(block), start : start + size] = factor.T
+        return rows
 
     def errors(self, difference: Floats) -> Floats:
         """Squared error of each output [O] that a change of the weights [I, O] makes."""
@@ -107,27 +118,51 @@ def _invert_upper(matrix: Floats) -> None:
     matrix[:half, half:] = -(matrix[:half, :half] @ matrix[:half, half:]) @ matrix[half:, half:]
 
 
-def gptq(weight: Floats, inputs: InputGram, nearest: QuantizedWeight) -> QuantizedWeight:
-    """Codes with less error on the inputs than the nearest ones, under the same scales.
+def gptq(
+    weight: Floats,
+    scheme: WeightScheme,
+    scale_dtype: np.dtype[np.generic],
+    inputs: InputGram,
+    largest: float | None = None,
+) -> tuple[QuantizedWeight, NDArray[np.bool_]]:
+    """A matrix rounded for its inputs.
 
     Args:
         weight: [I, O] float32.
-        inputs: Of the products that read them.
-        nearest: The weight rounded to nearest: scheme, scales and zero points.
+        scheme: How.
+        scale_dtype: Type that the graph stores scales in.
+        inputs: Of the products that read the matrix.
+        largest: See `quantize_weight`.
 
     Returns:
-        For each output GPTQ's codes or, where those give the larger error, the nearest.
+        The rounded matrix, and which outputs [O] have GPTQ's codes: those where they have the smaller error on the
+        inputs. The others have the nearest.
     """
-    codes = _sequential_codes(weight, inputs, nearest)
-    found = replace(nearest, codes=FORMATS[nearest.scheme.format].round(codes))
+    nearest = quantize_weight(weight, scheme, scale_dtype, largest)
+    grid = nearest
+    if scheme.clip == "mse" and scheme.block_size is not None:
+        # Clips that spare the outputs, and not only the weights.
+        rows = inputs.block_rows(scheme.block_size)
+        grid = quantize_weight(weight, scheme, scale_dtype, largest, rows)
+    codes = _sequential_codes(weight, inputs, grid)
+    found = replace(grid, codes=FORMATS[scheme.format].round(codes))
     better = inputs.errors(found.dequantize() - weight) < inputs.errors(nearest.dequantize() - weight)
-    return replace(found, codes=np.where(better, found.codes, nearest.codes))
+    zero_point = nearest.zero_point
+    if zero_point is not None and found.zero_point is not None:
+        zero_point = np.where(better, found.zero_point, zero_point)
+    chosen = replace(
+        nearest,
+        codes=np.where(better, found.codes, nearest.codes),
+        scale=np.where(better, found.scale, nearest.scale),
+        zero_point=zero_point,
+    )
+    return chosen, better
 
 
-def _sequential_codes(weight: Floats, inputs: InputGram, nearest: QuantizedWeight) -> Floats:
-    """GPTQ's codes [I, O] as float32."""
+def _sequential_codes(weight: Floats, inputs: InputGram, grid: QuantizedWeight) -> Floats:
+    """GPTQ's codes [I, O], as float32, under the scales and zero points of a rounded matrix."""
     order, factor = inputs.order, inputs.factor
-    scales = combined_scale(nearest.scale, nearest.global_scale, nearest.scale_dtype)
+    scales = combined_scale(grid.scale, grid.global_scale, grid.scale_dtype)
     remaining = weight[order]
     codes = np.empty_like(weight)
     step = inputs.options.block_size
@@ -136,25 +171,25 @@ def _sequential_codes(weight: Floats, inputs: InputGram, nearest: QuantizedWeigh
         block, errors = remaining[start:stop], np.empty((stop - start, weight.shape[1]), np.float32)
         for row, index in enumerate(order[start:stop]):
             at = start + row
-            codes[index], rounded = _round_input(block[row], int(index), nearest, scales)
+            codes[index], rounded = _round_input(block[row], int(index), grid, scales)
             errors[row] = (block[row] - rounded) / factor[at, at]
             block[row + 1 :] -= np.outer(factor[at, at + 1 : stop], errors[row])
         remaining[stop:] -= factor[start:stop, stop:].T @ errors
     return codes
 
 
-def _round_input(values: Floats, index: int, like: QuantizedWeight, scales: Floats) -> tuple[Floats, Floats]:
+def _round_input(values: Floats, index: int, grid: QuantizedWeight, scales: Floats) -> tuple[Floats, Floats]:
     """Codes [O] and rounded values [O] of one input's weights, under the scales that the input has."""
-    block = like.scheme.block_size
+    block = grid.scheme.block_size
     at = ... if block is None else index // block
     scale = scales[at]
     # Where a product of NVFP4's two scales has become 0, so has every value.
     divisor: Floats = np.where(scale > 0, scale, np.float32(np.inf))
     scaled = values / divisor
-    form = FORMATS[like.scheme.format]
-    if like.zero_point is None:
+    form = FORMATS[grid.scheme.format]
+    if grid.zero_point is None:
         codes = form.nearest(scaled)
         return codes, codes * scale
-    zero = like.zero_point[at].astype(np.float32)
+    zero = grid.zero_point[at].astype(np.float32)
     codes = form.nearest(np.rint(scaled) + zero)
     return codes, (codes - zero) * scale

