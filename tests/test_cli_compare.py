@@ -77,6 +77,7 @@ def test_a_text_is_compared_over_its_first_tokens(shared_data, exported, capsys)
         (("--target", "ort-cuda"), "no target 'ort-cuda'"),
         (("--text", "/no/such/text"), "kvgraph: error"),
         (("--prefill", "0"), "--prefill is 0"),
+        (("--json", "/no/such/report.json"), "/no/such/report.json: its folder does not exist"),
         (("--target", "tensorrt", "--layers"), "--layers compares ONNX graphs on a CPU"),
         (("--checkpoint", "a", "--against", "b"), "not allowed with argument --checkpoint"),
     ],

@@ -72,6 +72,9 @@ def run(args: argparse.Namespace) -> int:
     from kvgraph.runtime.parity import compare_sessions
     from kvgraph.runtime.parity_table import format_report
 
+    for file in (args.json, args.plot):
+        if file is not None and not Path(file).absolute().parent.is_dir():
+            raise FileNotFoundError(f"{file}: its folder does not exist; make it, or name another file")
     bundle = Bundle.open(args.bundle)
     candidate = _open_bundle(bundle, args.target, args.layers)
     other = None if args.against is None else Bundle.open(args.against)
