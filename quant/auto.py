@@ -24,11 +24,12 @@ from kvgraph.export.contract import LOGITS, hidden_state
 from kvgraph.export.weight_kinds import element_bits
 from kvgraph.quant.bit_budget import Choice, Option, spend_bits
 from kvgraph.quant.bundle_weights import NUMPY_TYPES
+from kvgraph.quant.calibrated_plan import calibrate_plan
 from kvgraph.quant.calibration_data import CalibrationData
 from kvgraph.quant.formats import FORMATS, Floats
 from kvgraph.quant.layer_graph import Piece, Product
 from kvgraph.quant.layerwise import LayerwiseModel, PieceRunner, Stream
-from kvgraph.quant.plan import GraphPlan
+from kvgraph.quant.plan import GraphPlan, QuantizationPlan
 from kvgraph.quant.quantized_weight import quantize_weight
 from kvgraph.quant.recipe import Override, Recipe
 from kvgraph.quant.rescaling import rescale_all
@@ -44,42 +45,64 @@ _FINER = ModuleScheme(WeightScheme("int8"))
 Variant = tuple[str, ModuleScheme]
 
 
-def choose_recipe(model: LayerwiseModel, graph: GraphPlan, mean_bits: float) -> Recipe:
-    """The plan's recipe with an override for every module that is to have another scheme.
+def choose_schemes(
+    model: LayerwiseModel, plan: QuantizationPlan, mean_bits: float, parent: Path
+) -> QuantizationPlan:
+    """A plan whose recipe has an override for every module that is to have another scheme.
 
     Args:
         model: The float bundle with its calibration data.
-        graph: A plan with whatever its recipe needs: scales of inputs, factors.
+        plan: From `parse_plan`, the same for both graphs.
         mean_bits: Most bits of a weight, on average over the modules that the recipe quantizes.
+        parent: Where statistics are kept, see `calibrate_plan`.
 
     Raises:
-        ValueError: Even the recipe's own schemes take more.
+        ValueError: The graphs have recipes of their own, the recipe quantizes no matrix, or even its own schemes take
+            more bits.
     """
-    recipe, options = graph.recipe, _options(model, graph.recipe)
-    found = measure_divergences(_excerpt(model), graph, options)
-    compute_bits = element_bits(model.bundle.dtype)
-    choices = []
-    for module, schemes in options.items():
-        inputs, outputs = model.weights.shape(f"{module}.weight")
-        choices.append(
-            Choice(
-                inputs * outputs,
-                [
-                    Option(
-                        mean_weight_bits(scheme, inputs, compute_bits),
-                        0.0 if scheme is None else found[module, scheme],
-                    )
-                    for scheme in schemes
-                ],
-            )
-        )
-    overrides = []
-    for (module, schemes), taken in zip(options.items(), spend_bits(choices, mean_bits), strict=True):
-        if schemes[taken] != recipe.module_scheme(module):
-            overrides.append(Override(module, schemes[taken]))
+    if plan.prefill is not plan.decode:
+        raise ValueError(f"--auto goes with one recipe for both graphs, not with {plan.name}")
+    recipe = plan.prefill.recipe
+    options = _options(model, recipe)
+    if not options:
+        raise ValueError(f"recipe {recipe.name!r} quantizes no matrix, so --auto has nothing to choose")
+    # Whatever the algorithm, a module that is sensitive to rounding to nearest is sensitive.
+    nearest = replace(recipe, algorithm="rtn", kv_cache=None)
+    measured = calibrate_plan(model, _plan_of(nearest), parent).prefill
+    found = measure_divergences(_excerpt(model), measured, options)
+    choices = [_choice(model, module, schemes, found) for module, schemes in options.items()]
+    overrides = [
+        Override(module, schemes[taken])
+        for (module, schemes), taken in zip(options.items(), spend_bits(choices, mean_bits), strict=True)
+        if taken != 0
+    ]
     _LOG.info("%d of %d modules get another scheme than the recipe's", len(overrides), len(options))
     name = f"{recipe.name}-auto{mean_bits:g}"
-    return replace(recipe, name=name, overrides=(*recipe.overrides, *overrides))
+    return _plan_of(replace(recipe, name=name, overrides=(*recipe.overrides, *overrides)))
+
+
+def _plan_of(recipe: Recipe) -> QuantizationPlan:
+    graph = GraphPlan(recipe)
+    return QuantizationPlan(graph, graph)
+
+
+def _choice(
+    model: LayerwiseModel,
+    module: str,
+    schemes: list[ModuleScheme | None],
+    divergences: Mapping[Variant, float],
+) -> Choice:
+    """What a module may become, in the order of its schemes."""
+    inputs, outputs = model.weights.shape(f"{module}.weight")
+    compute_bits = element_bits(model.bundle.dtype)
+    options = [
+        Option(
+            mean_weight_bits(scheme, inputs, compute_bits),
+            0.0 if scheme is None else divergences[module, scheme],
+        )
+        for scheme in schemes
+    ]
+    return Choice(inputs * outputs, options)
 
 
 def mean_weight_bits(scheme: ModuleScheme | None, inputs: int, compute_bits: int) -> float:

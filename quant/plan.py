@@ -148,9 +148,15 @@ def parse_plan(text: str) -> QuantizationPlan:
     return QuantizationPlan(GraphPlan(load_recipe(names["prefill"])), GraphPlan(load_recipe(names["decode"])))
 
 
+def float_plan() -> QuantizationPlan:
+    """A plan that quantizes nothing, for what is added to it."""
+    plan = GraphPlan(Recipe("float"))
+    return QuantizationPlan(plan, plan)
+
+
 def with_cache(plan: QuantizationPlan, form: Literal["int8", "fp8"]) -> QuantizationPlan:
-    """A plan whose recipes quantize the cache, by channel."""
-    scheme = CacheScheme("float8_e4m3fn" if form == "fp8" else form)
+    """A plan whose recipes quantize the cache: INT8 by channel, FP8, whose steps are relative anyway, as a whole."""
+    scheme = CacheScheme("float8_e4m3fn", "tensor") if form == "fp8" else CacheScheme(form, "channel")
 
     def add(graph: GraphPlan) -> GraphPlan:
         return replace(graph, recipe=replace(graph.recipe, kv_cache=scheme))

@@ -76,14 +76,23 @@ class WeightProof:
     input_scales: Mapping[GraphName, Mapping[str, float]]
 
     @property
-    def worst(self) -> ModuleProof:
-        """The module with the least signal to noise."""
-        return min(self.modules, key=lambda proof: math.inf if proof.snr_db is None else proof.snr_db)
+    def worst(self) -> ModuleProof | None:
+        """The module with the least signal to noise; None where only the cache is quantized."""
+        return min(
+            self.modules,
+            key=lambda proof: math.inf if proof.snr_db is None else proof.snr_db,
+            default=None,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        worst = {"module": self.worst.module, "graphs": self.worst.graphs, "snr_db": self.worst.snr_db}
-        return {"worst_module": worst, **asdict(self)}
+        worst = self.worst
+        named = (
+            None
+            if worst is None
+            else {"module": worst.module, "graphs": worst.graphs, "snr_db": worst.snr_db}
+        )
+        return {"worst_module": named, **asdict(self)}
 
 
 def prove_weights(

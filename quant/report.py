@@ -36,7 +36,9 @@ def format_quantization(bundle: Bundle, explain: bool = False) -> str:
         table = format_table([_EXPLAINED_HEADINGS, *rows], _EXPLAINED_ALIGN)
     else:
         table = format_table([_MODULE_HEADINGS, *_grouped(modules)], _MODULE_ALIGN)
-    sections = [table, format_table(_left(found["left"]), "ll"), format_table(_figures(found), "ll")]
+    figures = format_table([*_cache(bundle), *_figures(found)], "ll")
+    # Of a model whose cache alone is quantized there is nothing to say module by module.
+    sections = [table, format_table(_left(found["left"]), "ll"), figures] if modules else [figures]
     return "\n\n".join(section for section in sections if section)
 
 
@@ -96,18 +98,21 @@ def _left(left: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str]]:
     ]
 
 
+def _cache(bundle: Bundle) -> list[tuple[str, str]]:
+    """How the cache is quantized, if it is; both graphs have the same recipe for it."""
+    scheme = None if bundle.recipe is None else bundle.recipe[GRAPHS[0]]["kv_cache"]
+    return (
+        [] if scheme is None else [("cache", f"{scheme['format']}, a scale for each {scheme['granularity']}")]
+    )
+
+
 def _figures(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     before, after = found["size"]["float"], found["size"]["quantized"]
-    worst = found["worst_module"]
-    name = (
-        worst["module"]
-        if len(worst["graphs"]) == len(GRAPHS)
-        else f"{worst['module']} ({worst['graphs'][0]})"
-    )
-    rows = [
-        ("weights", f"{before / 1e6:.2f} MB -> {after / 1e6:.2f} MB ({after / before:.1%})"),
-        ("worst module", f"{name}, signal to noise {_decibels(_snr(worst))}"),
-    ]
+    rows = [("weights", f"{before / 1e6:.2f} MB -> {after / 1e6:.2f} MB ({after / before:.1%})")]
+    if (worst := found["worst_module"]) is not None:
+        graphs = "" if len(worst["graphs"]) == len(GRAPHS) else f" ({worst['graphs'][0]})"
+        noise = _decibels(_snr(worst))
+        rows.append(("worst module", f"{worst['module']}{graphs}, signal to noise {noise}"))
     evaluation = found.get("evaluation")
     if evaluation is None:
         return rows

@@ -72,7 +72,7 @@ def choose_schemes(model: ir.Model, plan: GraphPlan) -> GraphChoice:
             left[linear.module] = "an expert's 4-bit weights or zero points would begin within a byte"
         else:
             schemes[linear] = scheme if linear.kind == "matmul" else ModuleScheme(scheme.weight)
-    if not schemes:
+    if not schemes and recipe.kv_cache is None:
         raise ValueError(f"recipe {recipe.name!r} quantizes no weight of {model.graph.name}")
     _check_scales(schemes, plan)
     external = (

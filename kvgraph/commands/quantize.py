@@ -26,12 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", required=True, metavar="BUNDLE", help="directory to write")
     parser.add_argument(
         "--recipe",
-        required=True,
         metavar="NAME|FILE|prefill=NAME,decode=NAME",
         help="what is quantized and how: a recipe's name, a .toml or .json file, or one for each graph",
     )
     parser.add_argument(
-        "--kv-cache", choices=("int8", "fp8"), help="quantize the cache, too; needs --calibration"
+        "--kv-cache",
+        choices=("int8", "fp8"),
+        help="quantize the cache, on top of a recipe or alone; needs --calibration",
     )
     parser.add_argument(
         "--evaluation", metavar="FILE", help="measure perplexity, KL and top-1 agreement on this UTF-8 text"
@@ -51,6 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most tokens of a sequence (the model's, at most 512)",
     )
     calibration.add_argument("--seed", type=int, metavar="N", help="which sequences, of more than that (0)")
+    calibration.add_argument(
+        "--auto",
+        type=float,
+        metavar="BITS",
+        help="measure what every module's rounding does to the model, and give the sensitive ones 8 bits or leave "
+        "them float, as long as a weight of the recipe's modules takes at most BITS on average",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,17 +86,24 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, bundle: Bundle, stack: ExitStack) -> QuantizationPlan:
     """The recipes with everything that data tells; what that reads is open until `stack` closes."""
-    from kvgraph.quant.plan import parse_plan, with_cache
+    from kvgraph.quant.plan import float_plan, parse_plan, with_cache
 
-    plan = parse_plan(args.recipe)
+    if args.recipe is None and args.kv_cache is None:
+        raise ValueError("nothing to quantize; give --recipe NAME, --kv-cache int8 or fp8, or both")
+    plan = float_plan() if args.recipe is None else parse_plan(args.recipe)
     if args.kv_cache is not None:
         plan = with_cache(plan, args.kv_cache)
-    given = {flag: getattr(args, name) for flag, name in _CALIBRATION_FLAGS.items()}
     if args.calibration is None:
-        if unused := [flag for flag, value in given.items() if value is not None]:
+        flags = {**_CALIBRATION_FLAGS, "--auto": "auto"}
+        if unused := [flag for flag, name in flags.items() if getattr(args, name) is not None]:
             raise ValueError(f"{unused[0]} is for --calibration FILE; give one, or leave it out")
         return plan
+    return _calibrated(args, bundle, plan, stack)
 
+
+def _calibrated(
+    args: argparse.Namespace, bundle: Bundle, plan: QuantizationPlan, stack: ExitStack
+) -> QuantizationPlan:
     from kvgraph.quant.bundle_weights import BundleWeights
     from kvgraph.quant.calibrated_plan import calibrate_plan
     from kvgraph.quant.calibration_data import CalibrationOptions, read_calibration
@@ -96,8 +111,14 @@ def _plan(args: argparse.Namespace, bundle: Bundle, stack: ExitStack) -> Quantiz
 
     limit = bundle.contract.capacity or bundle.contract.max_positions
     options = {"sequence_length": min(CalibrationOptions().sequence_length, limit)}
-    options |= {_CALIBRATION_FLAGS[flag]: value for flag, value in given.items() if value is not None}
+    given = {name: getattr(args, name) for name in _CALIBRATION_FLAGS.values()}
+    options |= {name: value for name, value in given.items() if value is not None}
     data = read_calibration(args.calibration, bundle, CalibrationOptions(**options))
     weights = stack.enter_context(BundleWeights(bundle))
+    model = LayerwiseModel(bundle, weights, data)
     parent = Path(args.output).resolve().parent / _STATISTICS
-    return calibrate_plan(LayerwiseModel(bundle, weights, data), plan, parent)
+    if args.auto is not None:
+        from kvgraph.quant.auto import choose_schemes
+
+        plan = choose_schemes(model, plan, args.auto, parent)
+    return calibrate_plan(model, plan, parent)
