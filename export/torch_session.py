@@ -14,6 +14,7 @@ from kvgraph.models.decoder import Decoder, graph_name
 from kvgraph.models.family import family
 from kvgraph.models.layers import Precision
 from kvgraph.models.sources import plan_weights
+from kvgraph.runtime.cache_moves import plan_moves
 from kvgraph.runtime.checks import check_step
 from kvgraph.runtime.session import Cache, Floats, Ids, SessionInfo
 
@@ -45,6 +46,16 @@ class TorchCache:
     def read(self, name: str) -> Floats:
         """See `Cache.read`."""
         return self.buffers[name].to(torch.float32).numpy().copy()
+
+    def gather_rows(self, source: Cache, rows: Ids, start: Ids, stop: Ids) -> None:
+        """See `Cache.gather_rows`."""
+        if not isinstance(source, TorchCache):
+            raise TypeError(f"cache is a {type(source).__name__}, expected one that this session allocated")
+        moves = plan_moves(self, source, rows, start, stop)
+        for name, buffer in self.buffers.items():
+            strips = [source.buffers[name][move.source, :, move.start : move.stop].clone() for move in moves]
+            for move, strip in zip(moves, strips, strict=True):
+                buffer[move.row, :, move.start : move.stop] = strip
 
     def reset(self) -> None:
         """See `Cache.reset`."""

@@ -136,6 +136,23 @@ class Cuda:
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
         self.call("cudaMemcpyAsync", target.ctypes.data, address, target.nbytes, kind, self.stream)
 
+    def copy_strips(
+        self, source: int, target: int, *, strip_bytes: int, stride_bytes: int, count: int
+    ) -> None:
+        """Copy `count` strips within the device that lie `stride_bytes` apart, in the source as in the target."""
+        kind = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        self.call(
+            "cudaMemcpy2DAsync",
+            target,
+            stride_bytes,
+            source,
+            stride_bytes,
+            strip_bytes,
+            count,
+            kind,
+            self.stream,
+        )
+
     def synchronize(self) -> None:
         """Wait for the stream."""
         self.call("cudaStreamSynchronize", self.stream)

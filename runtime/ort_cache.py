@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvgraph.export.contract import GraphName, StateTensor
+from kvgraph.runtime.cache_moves import overwrites_a_source, plan_moves
 from kvgraph.runtime.element_types import element_type, to_float32
-from kvgraph.runtime.session import Floats
+from kvgraph.runtime.session import Cache, Floats, Ids
 
 if TYPE_CHECKING:
     from kvgraph.runtime.ort_binding import Binding
@@ -40,6 +41,13 @@ class Buffer:
             return self.array
         content: NDArray[Any] = self._value.numpy()
         return content
+
+    def write(self, content: NDArray[Any]) -> None:
+        """Replace the content, at the same address."""
+        if self.array is None:
+            self._value.update_inplace(content)
+        elif content is not self.array:
+            self.array[...] = content
 
 
 class OrtCache:
@@ -120,6 +128,25 @@ class OrtCache:
         if name not in self._state:
             raise ValueError(f"state tensor {name!r} is unknown; the cache has {', '.join(self._state)}")
         return to_float32(self._buffers[name].read(), self._state[name].dtype)
+
+    def gather_rows(self, source: Cache, rows: Ids, start: Ids, stop: Ids) -> None:
+        """Take slots from rows of `source`, see `kvgraph.runtime.session.Cache.gather_rows`."""
+        if not isinstance(source, OrtCache) or source.owner is not self.owner:
+            raise ValueError("the cache belongs to another session; use this session's allocate_cache")
+        moves = plan_moves(self, source, rows, start, stop)
+        if not moves:
+            return
+        self.reserve(max(move.stop for move in moves))
+        copied = source is self and overwrites_a_source(moves)
+        for name, buffer in self._buffers.items():
+            content = buffer.read()
+            origin = content if source is self else source.buffer(name).read()
+            strips = [origin[move.source, :, move.start : move.stop] for move in moves]
+            for move, strip in zip(
+                moves, [strip.copy() for strip in strips] if copied else strips, strict=True
+            ):
+                content[move.row, :, move.start : move.stop] = strip
+            buffer.write(content)
 
     def reset(self) -> None:
         """Fill every buffer with zeros."""

@@ -67,6 +67,20 @@ class Cache(Protocol):
         """A state tensor by its input name, as a float32 copy [B, K, T, D]."""
         ...
 
+    def gather_rows(self, source: Cache, rows: Ids, start: Ids, stop: Ids) -> None:
+        """Take slots from rows of `source`, as if all were read before one is written; the other slots stay.
+
+        Args:
+            source: This cache, or another one of the same session.
+            rows: [B] int64, the row of `source` that each row takes from; its own in this cache changes nothing.
+            start: [B] int64, the first slot that is taken.
+            stop: [B] int64, the slot behind the last one.
+
+        Raises:
+            ValueError: `source` belongs to another session, or a row or a slot is out of its range.
+        """
+        ...
+
     def reset(self) -> None:
         """Fill every buffer with zeros."""
         ...

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from kvgraph.export.contract import StateTensor
+from kvgraph.runtime.cache_moves import Move, overwrites_a_source, plan_moves
 from kvgraph.runtime.cuda import Cuda, DeviceBuffer
 from kvgraph.runtime.element_types import element_type, to_float32
-from kvgraph.runtime.session import Floats
+from kvgraph.runtime.session import Cache, Floats, Ids
 
 
 class TrtCache:
@@ -85,6 +87,41 @@ class TrtCache:
         self._cuda.download(self._buffers[name].address, carried)
         self._cuda.synchronize()
         return to_float32(carried, tensor.dtype)
+
+    def gather_rows(self, source: Cache, rows: Ids, start: Ids, stop: Ids) -> None:
+        """Take slots from rows of `source`, on the device; see `kvgraph.runtime.session.Cache.gather_rows`.
+
+        A move is one strided copy a tensor, queued on the session's stream: nothing waits.
+        """
+        if not isinstance(source, TrtCache) or source.owner is not self.owner:
+            raise ValueError("the cache belongs to another session; use this session's allocate_cache")
+        moves = plan_moves(self, source, rows, start, stop)
+        if source is self and overwrites_a_source(moves):
+            staged = TrtCache(
+                self.owner, self._cuda, tuple(self._state.values()), len(moves), self._capacity, self._limit
+            )
+            outward = [replace(move, row=index) for index, move in enumerate(moves)]
+            staged._copy(self, outward)
+            self._copy(staged, [replace(move, source=index) for index, move in enumerate(moves)])
+            # Its memory is freed when this returns.
+            self._cuda.synchronize()
+        else:
+            self._copy(source, moves)
+
+    def _copy(self, source: TrtCache, moves: Sequence[Move]) -> None:
+        for name, tensor in self._state.items():
+            _, heads, slots, _ = self.shape(tensor)
+            row_bytes = self._nbytes(tensor) // self._batch_size
+            slot_bytes = row_bytes // (heads * slots)
+            for move in moves:
+                first = move.start * slot_bytes
+                self._cuda.copy_strips(
+                    source.address(name) + move.source * row_bytes + first,
+                    self.address(name) + move.row * row_bytes + first,
+                    strip_bytes=(move.stop - move.start) * slot_bytes,
+                    stride_bytes=slots * slot_bytes,
+                    count=heads,
+                )
 
     def reset(self) -> None:
         """Fill every buffer with zeros: a NaN behind a mask would still be a NaN."""

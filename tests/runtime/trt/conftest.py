@@ -47,14 +47,16 @@ class FakeGpu:
     """Stands in for the module `cuda.bindings.runtime`, and counts what was done."""
 
     cudaDeviceAttr = SimpleNamespace(cudaDevAttrComputeCapabilityMajor=0, cudaDevAttrComputeCapabilityMinor=1)
-    cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2)
+    cudaMemcpyKind = SimpleNamespace(
+        cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2, cudaMemcpyDeviceToDevice=3
+    )
     cudaStreamCaptureMode = SimpleNamespace(cudaStreamCaptureModeThreadLocal=1)
 
     def __init__(self, compute_capability: int = 89) -> None:
         self.memory: dict[int, Any] = {}
         self.compute_capability = compute_capability
         self.recording: list[Callable[[], None]] | None = None
-        self.executed = self.captured = self.launched = 0
+        self.executed = self.captured = self.launched = self.copied = 0
         # An input whose shape TensorRT does not take.
         self.refuse: str | None = None
 
@@ -92,6 +94,14 @@ class FakeGpu:
     def cudaMemcpyAsync(self, target, source, size, kind, stream):
         assert (stream, self.recording) == (STREAM, None)
         ctypes.memmove(target, source, size)
+        return (OK,)
+
+    def cudaMemcpy2DAsync(self, target, target_pitch, source, source_pitch, width, height, kind, stream):
+        assert (stream, self.recording, kind) == (STREAM, None, 3)
+        assert width <= min(target_pitch, source_pitch)
+        self.copied += width * height
+        for line in range(height):
+            ctypes.memmove(target + line * target_pitch, source + line * source_pitch, width)
         return (OK,)
 
     def cudaStreamSynchronize(self, stream):

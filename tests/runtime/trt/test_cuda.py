@@ -12,8 +12,8 @@ from kvgraph.runtime.cuda import Cuda, DeviceBuffer, load_cuda_runtime, pinned_a
 CALLS = [
     "cudaDeviceGetAttribute", "cudaFree", "cudaFreeHost", "cudaGetErrorString", "cudaGraphDestroy",
     "cudaGraphExecDestroy", "cudaGraphInstantiate", "cudaGraphLaunch", "cudaMalloc", "cudaMallocHost",
-    "cudaMemcpyAsync", "cudaMemsetAsync", "cudaSetDevice", "cudaStreamBeginCapture", "cudaStreamCreate",
-    "cudaStreamEndCapture", "cudaStreamSynchronize",
+    "cudaMemcpy2DAsync", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaSetDevice", "cudaStreamBeginCapture",
+    "cudaStreamCreate", "cudaStreamEndCapture", "cudaStreamSynchronize",
 ]  # fmt: skip
 
 
