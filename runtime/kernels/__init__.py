@@ -1,0 +1,40 @@
+"""The operators of the ort-cpu target, in C++: where the compiled library lies, and what it runs on.
+
+Operators of the domain `kvgraph` in targets/ort-cpu; canonical graphs never hold them. Everything is float32 but the
+weights, which one UINT8 tensor holds in panels of 16 output columns (`kvgraph.export.targets.packed_weights`).
+
+| operator | inputs | result |
+|---|---|---|
+| `PackedLinear` | x [..., K], weights, bias [N], residual [..., M] | act(x W + bias) + residual, or act(gate) * up |
+| `PackedGather` | weights, ids int64 [...] | columns of W, [..., K]: rows of an embedding table stored as its tied head |
+| `CachedAttention` | qkv, past_length, past_key, past_value, cos, sin, q_norm, k_norm | attention over the cache |
+
+Each has kernels for AVX-512 with VNNI, for AVX2, and for any other processor; the library chooses when it is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+_NAME = "_operators"
+
+
+def library_path() -> Path | None:
+    """The shared library of operators, None where it was not compiled: the machine that installed had no C++ compiler."""
+    for suffix in EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(_NAME + suffix)
+        if path.is_file():
+            return path
+    return None
+
+
+def instruction_set() -> str | None:
+    """What the operators use on this processor: "avx512-vnni", "avx2" or "generic"; None without the library."""
+    path = library_path()
+    if path is None:
+        return None
+    name = ctypes.CDLL(str(path)).kvgraph_instruction_set
+    name.restype = ctypes.c_char_p
+    return str(name().decode())

@@ -1,0 +1,165 @@
+// Kernels whose arithmetic is float32, for the target that the including file has set: products with float weights,
+// rounding of inputs to 8 bits, activations.
+#pragma once
+
+#include <cmath>
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace kvgraph {
+namespace {
+
+struct Float32Weights {
+    static constexpr int64_t kBytes = 64;
+    static Floats at(const uint8_t* from) { return load(reinterpret_cast<const float*>(from)); }
+};
+struct Float16Weights {
+    static constexpr int64_t kBytes = 32;
+    static Floats at(const uint8_t* from) { return load_half(from); }
+};
+struct BFloat16Weights {
+    static constexpr int64_t kBytes = 32;
+    static Floats at(const uint8_t* from) {
+        Halves value;
+        std::memcpy(&value, from, sizeof value);
+        return from_bits(__builtin_convertvector(value, Ints) << 16);
+    }
+};
+
+template <class Weights, int rows>
+void float_rows(const float* input, int64_t size, const uint8_t* panel, float* tile) {
+    Floats sum[rows] = {};
+    for (int64_t k = 0; k < size; ++k) {
+        const Floats weights = Weights::at(panel + k * Weights::kBytes);
+        __builtin_prefetch(panel + k * Weights::kBytes + 2048);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; ++r) sum[r] += input[k * rows + r] * weights;
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; ++r) store(tile + r * 16, sum[r]);
+}
+
+template <class Weights, int rows>
+void float_count(const float* input, int64_t size, int count, const uint8_t* panel, float* tile) {
+    if (count == rows) return float_rows<Weights, rows>(input, size, panel, tile);
+    if constexpr (rows > 1) float_count<Weights, rows - 1>(input, size, count, panel, tile);
+}
+
+template <int rows>
+void float_tile(Format format, const float* input, int64_t size, int count, const uint8_t* panel, float* tile) {
+    switch (format) {
+        case Format::kFloat16: return float_count<Float16Weights, rows>(input, size, count, panel, tile);
+        case Format::kBFloat16: return float_count<BFloat16Weights, rows>(input, size, count, panel, tile);
+        default: return float_count<Float32Weights, rows>(input, size, count, panel, tile);
+    }
+}
+
+// At most sixteen numbers, the rest zero.
+inline Floats load_part(const float* from, int64_t count) {
+    if (count >= 16) return load(from);
+    float part[16] = {};
+    if (count > 0) std::memcpy(part, from, static_cast<size_t>(count) * sizeof(float));
+    return load(part);
+}
+
+// Sixteen numbers over the scale, rounded and held within int8; their sum.
+inline Ints round_to_bytes(Floats numbers, Floats scale, int8_t* values) {
+    const Floats quotient = larger(smaller(numbers / scale, all(127.0f)), all(-128.0f));
+    const Ints integers = nearest(quotient);
+    const Bytes bytes = __builtin_convertvector(integers, Bytes);
+    std::memcpy(values, &bytes, sizeof bytes);
+    return integers;
+}
+
+// A value that is not finite makes its scale NaN, as it would make a float product.
+bool round_blocks(const float* row, int64_t size, int rows, int8_t* values, float* scales, int32_t* sums) {
+    for (int64_t block = 0; block * kBlock < size; ++block) {
+        const float* from = row + block * kBlock;
+        const int64_t count = size - block * kBlock;
+        const Floats low = load_part(from, count), high = load_part(from + 16, count - 16);
+        const Floats most = larger(magnitude(low), magnitude(high));
+        const float scale = largest_lane(most) / 127.0f;
+        const Floats divisor = all(scale > 0 ? scale : 1.0f);
+        int8_t* to = values + block * rows * kBlock;
+        sums[block * rows] = sum_lanes(round_to_bytes(low, divisor, to) + round_to_bytes(high, divisor, to + 16));
+        scales[block * rows] = scale + sum_lanes((low + high) * 0.0f);
+    }
+    return false;
+}
+
+bool round_row(const float* row, int64_t size, float scale, int rows, int8_t* values, float* scales, int32_t* sums) {
+    Floats most = {}, nothing = {};
+    for (int64_t k = 0; k < size; k += 16) {
+        const Floats numbers = load_part(row + k, size - k);
+        most = larger(magnitude(numbers), most);
+        nothing += numbers * 0.0f;
+    }
+    if (scale == 0) scale = largest_lane(most) / 127.0f;
+    const Floats divisor = all(scale > 0 ? scale : 1.0f);
+    Ints sum = {}, least = {};
+    const int64_t padded = (size + kBlock - 1) / kBlock * kBlock;
+    for (int64_t k = 0; k < padded; k += 16) {
+        const Ints integers =
+            round_to_bytes(load_part(row + k, size - k), divisor, values + k / kBlock * rows * kBlock + k % kBlock);
+        sum += integers;
+        least |= integers == -128;
+    }
+    *scales = scale + sum_lanes(nothing);
+    *sums = sum_lanes(sum);
+    return sum_lanes(least) != 0;
+}
+
+// Of 4-bit and 8-bit weights, as DequantizeLinear computes it.
+inline float dequantize(const Packing& packing, const uint8_t* panel, int column, int64_t k) {
+    const bool columns = packing.format == Format::kInt8;
+    const uint8_t* at = panel + k / kBlock * packing.block_bytes() + (columns ? 64 : 0);
+    const uint8_t* scales = columns ? panel : at;
+    const Floats scale = packing.half_scales ? load_half(scales) : load(reinterpret_cast<const float*>(scales));
+    const uint8_t* codes = at + (columns ? 0 : packing.half_scales ? 32 : 64);
+    const int64_t i = k % kBlock;
+    if (columns || packing.format == Format::kInt8Block) {
+        return static_cast<int8_t>(codes[i / 4 * 64 + column * 4 + i % 4]) * scale[column];
+    }
+    int zero = 8;
+    if (packing.format == Format::kUint4) {
+        zero = codes[column];
+        codes += 16;
+    }
+    const uint8_t pair = codes[i / 8 * 64 + column * 4 + i % 4];
+    return static_cast<float>((i % 8 < 4 ? pair & 15 : pair >> 4) - zero) * scale[column];
+}
+
+void gather(const Packing& packing, const uint8_t* panel, int column, int64_t size, float* to) {
+    for (int64_t k = 0; k < size; ++k) {
+        switch (packing.format) {
+            case Format::kFloat32: to[k] = Float32Weights::at(panel + k * 64)[column]; break;
+            case Format::kFloat16: to[k] = Float16Weights::at(panel + k * 32)[column]; break;
+            case Format::kBFloat16: to[k] = BFloat16Weights::at(panel + k * 32)[column]; break;
+            default: to[k] = dequantize(packing, panel, column, k);
+        }
+    }
+}
+
+inline Floats gelu_tanh(Floats x) {
+    const float root = 0.7978845608f;  // of 2 / pi
+    return 0.5f * x * (1.0f + hyperbolic_tangent(root * (x + 0.044715f * x * x * x)));
+}
+
+void activate(int activation, float* numbers) {
+    const Floats x = load(numbers);
+    switch (activation) {
+        case kSilu: return store(numbers, x / (1.0f + exponential(-x)));
+        case kGeluTanh: return store(numbers, gelu_tanh(x));
+        case kRelu: return store(numbers, larger(x, Floats{}));
+        case kGelu:
+            for (int i = 0; i < 16; ++i) {
+                numbers[i] = 0.5f * numbers[i] * (1.0f + erff(numbers[i] * 0.70710678f));
+            }
+            return;
+        default: return;
+    }
+}
+
+}  // namespace
+}  // namespace kvgraph

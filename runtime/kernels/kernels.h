@@ -1,0 +1,77 @@
+// What the operators ask of a processor. Every instruction set has one table of these functions; they are compiled from
+// the same sources, each under its own target options, and chosen when the library is loaded.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace kvgraph {
+
+constexpr int64_t kPanel = 16;  // columns of a panel of packed weights
+constexpr int64_t kBlock = 32;  // rows of weights that share a scale, and inputs that share one
+constexpr int kMaxRows = 16;    // rows of the input that any kernel takes at once
+
+enum class Format { kFloat32, kFloat16, kBFloat16, kInt8, kInt8Block, kInt4, kUint4 };
+
+struct Packing {
+    Format format;
+    bool half_scales;  // scales of blocks are float16
+
+    int64_t block_bytes() const;  // of integer formats, scales included; kInt8 keeps its scales before the panel
+    int64_t panel_bytes(int64_t in_features) const;
+};
+
+Packing parse_packing(const std::string& format, const std::string& scale_format);
+
+// Rows of the input as integer products take them. The rows of a tile lie together, block by block: whole rows would be
+// a power of two apart as a rule, and compete for the same lines of the first-level cache.
+struct Rounded {
+    const int8_t* values;   // by tile: [blocks, rows of the tile, kBlock]
+    const float* scales;    // by tile: [blocks, rows of the tile], or [rows] where a row has one scale
+    const int32_t* sums;    // of the values, the same shape
+    int64_t blocks;
+    bool whole_rows;        // one scale a row
+    bool has_minimum;       // -128 occurs, whose sign cannot be turned in 8 bits
+};
+
+struct Kernels {
+    const char* name;
+    int rows;        // rows of the input that `integer_tile` takes at once
+    int float_rows;  // that `float_tile` takes
+
+    // tile[row * 16 + column] = input row . panel column, for the `count` rows of the tile that starts at row `first`.
+    // Float inputs are those of the tile alone, [in_features, count].
+    void (*integer_tile)(const Packing&, const Rounded&, int64_t first, int count, const uint8_t* panel, float* tile);
+    void (*float_tile)(
+        Format, const float* input, int64_t in_features, int count, const uint8_t* panel, float* tile);
+
+    // One row of a tile of `rows` in int8, written to its places in the tile: a scale for each block, or one scale
+    // (given, or 0 for that of the largest value). Returns whether -128 occurs.
+    bool (*round_blocks)(const float* row, int64_t size, int rows, int8_t* values, float* scales, int32_t* sums);
+    bool (*round_row)(
+        const float* row, int64_t size, float scale, int rows, int8_t* values, float* scales, int32_t* sums);
+
+    // One column of a panel, in float32.
+    void (*gather)(const Packing&, const uint8_t* panel, int column, int64_t size, float* to);
+
+    // Sixteen numbers at a time, in place.
+    void (*activate)(int activation, float* numbers);
+
+    // Attention of the heads that share one head of the cache; see attention.h.
+    void (*attend_one)(const struct AttendOne&);
+    void (*attend_tile)(const struct AttendTile&);
+};
+
+// Of the best instruction set that this processor has.
+const Kernels& kernels();
+
+extern const Kernels kGenericKernels;
+#if defined(__x86_64__)
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#endif
+
+enum Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };
+Activation parse_activation(const std::string& name);
+
+}  // namespace kvgraph

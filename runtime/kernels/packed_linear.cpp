@@ -1,0 +1,155 @@
+#include "packed_linear.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace kvgraph {
+
+struct PackedLinear::Operands {
+    const float* input;
+    Rounded rounded;
+    int64_t rows;
+    const uint8_t* weights;
+    const float* bias;
+    const float* residual;
+    float* output;
+};
+
+PackedLinear::PackedLinear(const Attributes& attributes)
+    : in_features_(attributes.integer("in_features")),
+      out_features_(attributes.integer("out_features")),
+      packing_(parse_packing(attributes.text("format"), attributes.text("scale_format"))),
+      gate_(parse_activation(attributes.text("gate"))),
+      activation_(parse_activation(attributes.text("activation"))) {
+    const std::string input = attributes.text("input");
+    input_ = input == "float" ? kNotRounded : input == "block" ? kBlocks : input == "token" ? kToken : kStatic;
+    if (input_ == kStatic) {
+        input_scale_ = attributes.number("input_scale");
+        if (input != "static" || !(input_scale_ > 0)) throw std::invalid_argument("input " + input + " is malformed");
+    }
+    const bool floats = packing_.format <= Format::kBFloat16;
+    if (floats != (input_ == kNotRounded) || (input_ >= kToken && packing_.format != Format::kInt8)) {
+        throw std::invalid_argument("input " + input + " does not suit the format of the weights");
+    }
+    width_ = gate_ == kNone ? out_features_ : out_features_ / 2;
+}
+
+// The input as the kernels take it: rounded, or the rows of each tile together.
+void PackedLinear::arrange(const Call& call, Operands& operands) const {
+    const int64_t blocks = (in_features_ + kBlock - 1) / kBlock, padded = blocks * kBlock, rows = operands.rows;
+    const bool floats = input_ == kNotRounded, whole = !floats && input_ != kBlocks;
+    if (floats && rows == 1) return;
+    const int64_t scales = whole ? 1 : blocks, tile = floats ? kernels().float_rows : kernels().rows;
+    thread_local Scratch scratch;
+    const size_t value_bytes = static_cast<size_t>(rows * padded) * (floats ? sizeof(float) : 1);
+    const size_t scale_bytes = static_cast<size_t>(rows * scales) * sizeof(float);
+    char* memory = static_cast<char*>(scratch.reserve(value_bytes + 2 * scale_bytes + static_cast<size_t>(rows)));
+    auto* factors = reinterpret_cast<float*>(memory + value_bytes);
+    auto* sums = reinterpret_cast<int32_t*>(memory + value_bytes + scale_bytes);
+    auto* minimum = reinterpret_cast<bool*>(memory + value_bytes + 2 * scale_bytes);
+    call.parallel(static_cast<size_t>((rows + tile - 1) / tile), [&](size_t task) {
+        const int64_t first = static_cast<int64_t>(task) * tile;
+        const int count = static_cast<int>(std::min(tile, rows - first));
+        for (int r = 0; r < count; ++r) {
+            const float* from = operands.input + (first + r) * in_features_;
+            if (floats) {
+                auto* to = reinterpret_cast<float*>(memory) + first * in_features_ + r;
+                for (int64_t k = 0; k < in_features_; ++k) to[k * count] = from[k];
+                continue;
+            }
+            auto* to = reinterpret_cast<int8_t*>(memory) + first * padded + r * kBlock;
+            float* scale = factors + first * scales + r;
+            int32_t* sum = sums + first * scales + r;
+            minimum[first + r] =
+                whole ? kernels().round_row(from, in_features_, input_scale_, count, to, scale, sum)
+                      : kernels().round_blocks(from, in_features_, count, to, scale, sum);
+        }
+    });
+    if (floats) {
+        operands.input = reinterpret_cast<float*>(memory);
+        return;
+    }
+    const bool has_minimum = std::any_of(minimum, minimum + rows, [](bool found) { return found; });
+    operands.rounded = {reinterpret_cast<int8_t*>(memory), factors, sums, blocks, whole, has_minimum};
+}
+
+void PackedLinear::run(const Call& call) const {
+    const Tensor input = call.input(0), weights = call.input(1), bias = call.input(2), residual = call.input(3);
+    const int64_t units = (width_ + kPanel - 1) / kPanel, panels_a_unit = gate_ == kNone ? 1 : 2;
+    const int64_t bytes = units * panels_a_unit * packing_.panel_bytes(in_features_);
+    if (input.shape.empty() || input.shape.back() != in_features_) throw std::invalid_argument("input is not as wide as in_features");
+    if (weights.shape.size() != 1 || weights.shape[0] != bytes) throw std::invalid_argument("weights are not as long as their shape and format say");
+    std::vector<int64_t> shape = input.shape;
+    shape.back() = width_;
+    Operands operands{input.as<float>(), {}, input.rows(), weights.as<uint8_t>(), bias.as<float>(),
+                      residual.as<float>(), static_cast<float*>(call.output(0, shape))};
+    if (operands.rows == 0) return;
+    if (operands.residual != nullptr && residual.shape != shape) throw std::invalid_argument("residual has another shape than the result");
+    arrange(call, operands);
+    // A share is large enough to be worth a thread's waking, and there are enough of them that none waits long at the
+    // end. The panels of a share stay in the second-level cache while every row of the input passes them.
+    const int64_t unit_bytes = bytes / units;
+    const int64_t share = std::clamp<int64_t>(units / 16, std::max<int64_t>(1, 32768 / unit_bytes),
+                                              std::max<int64_t>(1, 786432 / unit_bytes));
+    call.parallel(static_cast<size_t>((units + share - 1) / share), [&](size_t task) {
+        const int64_t begin = static_cast<int64_t>(task) * share;
+        panels(operands, begin, std::min(units, begin + share));
+    });
+}
+
+// Units begin ... end - 1, a unit being a panel, or two where one is the gate of the other.
+void PackedLinear::panels(const Operands& operands, int64_t begin, int64_t end) const {
+    const Kernels& kernel = kernels();
+    const bool floats = input_ == kNotRounded;
+    const int64_t step = floats ? kernel.float_rows : kernel.rows, panel_bytes = packing_.panel_bytes(in_features_);
+    const int count = gate_ == kNone ? 1 : 2;
+    // So many rows that what they need of the input stays in the second-level cache too.
+    const int64_t input_bytes = in_features_ * (floats ? 4 : 1);
+    const int64_t strip = std::max<int64_t>(step, 524288 / input_bytes / step * step);
+    alignas(64) float tile[2 * kMaxRows * kPanel];
+    for (int64_t top = 0; top < operands.rows; top += strip) {
+        const int64_t bottom = std::min(operands.rows, top + strip);
+        for (int64_t unit = begin; unit < end; ++unit) {
+            for (int64_t row = top; row < bottom; row += step) {
+                const int rows = static_cast<int>(std::min(step, bottom - row));
+                for (int part = 0; part < count; ++part) {
+                    const uint8_t* panel = operands.weights + (unit * count + part) * panel_bytes;
+                    float* to = tile + part * kMaxRows * kPanel;
+                    if (floats) {
+                        kernel.float_tile(packing_.format, operands.input + row * in_features_, in_features_, rows,
+                                          panel, to);
+                    } else {
+                        kernel.integer_tile(packing_, operands.rounded, row, rows, panel, to);
+                    }
+                }
+                for (int r = 0; r < rows; ++r) finish(operands, unit, row + r, tile + r * kPanel);
+            }
+        }
+    }
+}
+
+// One row of a unit: bias, activation, residual, and the columns that are not padding.
+void PackedLinear::finish(const Operands& operands, int64_t unit, int64_t row, float* tile) const {
+    const int64_t column = unit * kPanel, count = std::min(kPanel, width_ - column);
+    if (operands.bias != nullptr) {
+        for (int64_t c = 0; c < count; ++c) tile[c] += operands.bias[column + c];
+    }
+    if (gate_ != kNone) {
+        float* up = tile + kMaxRows * kPanel;
+        if (operands.bias != nullptr) {
+            for (int64_t c = 0; c < count; ++c) up[c] += operands.bias[width_ + column + c];
+        }
+        kernels().activate(gate_, tile);
+        for (int64_t c = 0; c < kPanel; ++c) tile[c] *= up[c];
+    }
+    if (activation_ != kNone) kernels().activate(activation_, tile);
+    float* output = operands.output + row * width_ + column;
+    if (operands.residual != nullptr) {
+        const float* residual = operands.residual + row * width_ + column;
+        for (int64_t c = 0; c < count; ++c) output[c] = tile[c] + residual[c];
+    } else {
+        std::memcpy(output, tile, static_cast<size_t>(count) * sizeof(float));
+    }
+}
+
+}  // namespace kvgraph
