@@ -25,7 +25,10 @@ def new_target(bundle: Bundle, name: str) -> AbstractContextManager[Path]:
 
 @dataclass(frozen=True, slots=True)
 class BuiltTarget:
-    """What a build knows of its result; the fields are those of `kvgraph.runtime.target.Target`."""
+    """What a build knows of its result; the fields are those of `kvgraph.runtime.target.Target`.
+
+    `hashes` has the sha256 of files that were hashed while they were written.
+    """
 
     runtime_version: str
     contract: Contract
@@ -33,6 +36,7 @@ class BuiltTarget:
     compute_capabilities: tuple[int, ...] = ()
     limits: Limits | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    hashes: Mapping[str, str] = field(default_factory=dict)
 
 
 def require_weights(bundle: Bundle) -> None:
@@ -50,7 +54,7 @@ def require_weights(bundle: Bundle) -> None:
 def write_target(directory: Path, bundle: Bundle, name: str, built: BuiltTarget, build_time_s: float) -> None:
     """Describe a filled directory in its target.json."""
     files = {
-        file.name: FileEntry(file.stat().st_size, hash_file(file))
+        file.name: FileEntry(file.stat().st_size, built.hashes.get(file.name) or hash_file(file))
         for file in sorted(directory.iterdir())
         if not file.name.startswith(".")
     }

@@ -6,13 +6,12 @@ import time
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import onnx
-
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.contract import GraphName
 from kvgraph.export.targets.compute_capabilities import choose_capabilities
 from kvgraph.export.targets.engine_builder import build_engine
 from kvgraph.export.targets.profiles import choose_limits, profile_shapes
+from kvgraph.export.targets.shared_weights import has_one_recipe, shares_weights
 from kvgraph.export.targets.target_writer import BuiltTarget, new_target, require_weights, write_target
 from kvgraph.export.targets.tensorrt_graph import bound_contract, lower_for_tensorrt
 from kvgraph.runtime.target import Target, TargetGraph
@@ -87,21 +86,11 @@ def build_tensorrt(bundle: Bundle, flavour: str, options: TensorRTOptions | None
 
 def _choose_engines(bundle: Bundle, asked: Engines | None) -> Engines:
     """One engine where both graphs have the same recipe and read the same weights, unless two are asked for."""
-    alike = bundle.recipe is None or bundle.recipe["prefill"] == bundle.recipe["decode"]
-    shared = alike and _weights(bundle, "prefill") == _weights(bundle, "decode")
+    shared = shares_weights(bundle)
     if asked == "one" and not shared:
+        different = "weights" if has_one_recipe(bundle) else "recipes"
         raise ValueError(
-            f"{bundle.path}: prefill and decode have different {'weights' if alike else 'recipes'}, which one engine "
-            "cannot hold; build with --engines two"
+            f"{bundle.path}: prefill and decode have different {different}, which one engine cannot hold; "
+            "build with --engines two"
         )
     return asked or ("one" if shared else "two")
-
-
-def _weights(bundle: Bundle, graph: GraphName) -> set[tuple[tuple[str, str], ...]]:
-    """Where a graph's external data lie: location, offset and length of each tensor."""
-    model = onnx.load(bundle.graph_path(graph), load_external_data=False)
-    return {
-        tuple(sorted((entry.key, entry.value) for entry in tensor.external_data))
-        for tensor in model.graph.initializer
-        if tensor.data_location == onnx.TensorProto.EXTERNAL
-    }

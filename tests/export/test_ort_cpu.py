@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from kvgraph.cli import main
 from kvgraph.export.bundle import Bundle
-from kvgraph.export.passes.widen_bfloat16 import widen_bfloat16
+from kvgraph.export.passes.widen_floats import widen_floats
 from kvgraph.export.targets.ort_cpu import build_ort_cpu
 from kvgraph.runtime.open import open_session
 from kvgraph.runtime.ort import OrtSession
@@ -98,8 +98,8 @@ def test_no_bfloat16_is_computed(bundle: Bundle, graph: Any, tmp_path: Path) -> 
 
 def test_widening_is_done_once(bundle: Bundle) -> None:
     model = ir.load(bundle.graph_path("prefill"))
-    assert widen_bfloat16(model)
-    assert not widen_bfloat16(model)
+    assert widen_floats(model)
+    assert not widen_floats(model)
 
 
 def test_constants_and_casts_are_widened() -> None:
@@ -111,7 +111,7 @@ def test_constants_and_casts_are_widened() -> None:
             one = ConstantOfShape<value = bfloat16[1] {16320}>(shape)
             y = Mul(narrow, one)
         }""")
-    assert widen_bfloat16(model)
+    assert widen_floats(model)
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
     _, narrow, constant, _ = model.graph
     # 16320 are the bits of 1.5.

@@ -1,6 +1,8 @@
-"""bfloat16 graphs for runtimes that cannot compute in it."""
+"""16-bit graphs for runtimes that compute in float32."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import numpy as np
 import onnx_ir as ir
@@ -8,27 +10,31 @@ import onnx_ir as ir
 _FLOAT = ir.TensorType(ir.DataType.FLOAT)
 
 
-def widen_bfloat16(model: ir.Model) -> bool:
-    """Make every bfloat16 value of a graph float32; weights stay bfloat16 where they are stored.
+def widen_floats(model: ir.Model, dtypes: Collection[ir.DataType] = (ir.DataType.BFLOAT16,)) -> bool:
+    """Make every value of some narrow types float32; weights stay as they are stored.
 
     Rules:
-        * A bfloat16 initializer is read through one `Cast` to float32, shared by its readers.
+        * An initializer is read through one `Cast` to float32, shared by its readers.
         * Inputs, outputs and results of nodes become float32; so do constants and the targets of casts.
 
     ONNX Runtime CPU has no MatMul, Add, Sigmoid or Attention for bfloat16, and has that Cast: it applies it once, while
-    it loads. Nothing is lost: every bfloat16 number is a float32 number.
+    it loads. Nothing is lost: every number of 16 bits is a float32 number.
+
+    Args:
+        model: A graph.
+        dtypes: BFLOAT16, FLOAT16 or both.
     """
-    changed = [_read_widened(model.graph, value) for value in list(model.graph.initializers.values())]
+    changed = [_read_widened(model.graph, value, dtypes) for value in list(model.graph.initializers.values())]
     for node in model.graph:
-        changed.append(_widen_attributes(node))
-        changed += [_widen(value) for value in node.outputs]
-    changed += [_widen(value) for value in model.graph.inputs]
+        changed.append(_widen_attributes(node, dtypes))
+        changed += [_widen(value, dtypes) for value in node.outputs]
+    changed += [_widen(value, dtypes) for value in model.graph.inputs]
     return any(changed)
 
 
-def _read_widened(graph: ir.Graph, weight: ir.Value) -> bool:
-    """Put a Cast between a bfloat16 initializer and its readers."""
-    if weight.dtype != ir.DataType.BFLOAT16:
+def _read_widened(graph: ir.Graph, weight: ir.Value, dtypes: Collection[ir.DataType]) -> bool:
+    """Put a Cast between a narrow initializer and its readers."""
+    if weight.dtype not in dtypes:
         return False
     readers = [(use.node, use.idx) for use in weight.uses() if not _casts_to_float(use.node)]
     if not readers:
@@ -46,24 +52,22 @@ def _casts_to_float(node: ir.Node) -> bool:
     return node.op_type == "Cast" and node.attributes["to"].as_int() == ir.DataType.FLOAT
 
 
-def _widen(value: ir.Value) -> bool:
-    if value.dtype != ir.DataType.BFLOAT16:
+def _widen(value: ir.Value, dtypes: Collection[ir.DataType]) -> bool:
+    if value.dtype not in dtypes:
         return False
     value.type = _FLOAT
     return True
 
 
-def _widen_attributes(node: ir.Node) -> bool:
-    """Float32 in place of bfloat16 in constants and in attributes that name a type."""
+def _widen_attributes(node: ir.Node, dtypes: Collection[ir.DataType]) -> bool:
+    """Float32 in place of narrow types in constants and in attributes that name a type."""
     changed = False
     for name, attribute in list(node.attributes.items()):
-        if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == ir.DataType.BFLOAT16:
+        if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in dtypes:
             tensor = ir.tensor(attribute.as_tensor().numpy().astype(np.float32))
             node.attributes[name] = ir.AttrTensor(name, tensor)
             changed = True
-        elif (
-            name in ("to", "softmax_precision", "output_dtype") and attribute.as_int() == ir.DataType.BFLOAT16
-        ):
+        elif name in ("to", "softmax_precision", "output_dtype") and attribute.as_int() in dtypes:
             node.attributes[name] = ir.AttrInt64(name, ir.DataType.FLOAT)
             changed = True
     return changed

@@ -1,0 +1,78 @@
+"""The operators of kvgraph's CPU kernels, as nodes: domain "kvgraph", version 1.
+
+* `PackedLinear(x [..., K], weight, bias [N], residual [..., M])`: act(x W + bias) + residual, [..., M].
+* `PackedGather(weight, ids [...])`: columns of W, [..., K].
+* `CachedAttention(qkv [B, S, (H + 2 K) D], past_length [B], past_key [B, K, T, D], past_value, cos [B, S, R / 2], sin,
+  q_norm [D], k_norm [D])`: [B, S, H D], and the buffers with the new keys and values.
+
+Passes make and join these nodes before anything is packed: a weight is a value without content that knows what it will
+hold. `kvgraph.export.packed.target_weights` packs them in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from kvgraph.export.packed.packed_weight import PackedWeight
+from kvgraph.export.packed.stored_matrix import StoredMatrix
+
+DOMAIN = "kvgraph"
+VERSION = 1
+LINEAR, GATHER, ATTENTION = "PackedLinear", "PackedGather", "CachedAttention"
+# Inputs of PackedLinear.
+X, WEIGHT, BIAS, RESIDUAL = range(4)
+
+_META = "packed"
+
+
+def weight_value(*parts: StoredMatrix, gated: bool = False) -> ir.Value:
+    """A weight that is still to be packed."""
+    name = "+".join(f"{part.codes.name}" for part in parts)
+    value = ir.Value(name=f"{name}/packed", type=ir.TensorType(ir.DataType.UINT8))
+    value.meta[_META] = PackedWeight(parts, gated)
+    return value
+
+
+def packed_weight(value: ir.Value | None) -> PackedWeight | None:
+    """What a value will hold, if it is such a weight."""
+    found = None if value is None else value.meta.get(_META)
+    return found if isinstance(found, PackedWeight) else None
+
+
+def linear(
+    x: ir.Value, weight: ir.Value, bias: ir.Value | None, rounding: str, input_scale: float | None, name: str
+) -> ir.Node:
+    """A PackedLinear node without activation and residual; `rounding` is its attribute `input`."""
+    content = packed_weight(weight)
+    assert content is not None
+    attributes = [
+        ir.AttrInt64("in_features", content.in_features),
+        ir.AttrInt64("out_features", content.out_features),
+        ir.AttrString("input", rounding),
+        ir.AttrString("gate", ""),
+        ir.AttrString("activation", ""),
+    ]
+    if input_scale is not None:
+        attributes.append(ir.AttrFloat32("input_scale", input_scale))
+    return operator(LINEAR, [x, weight, bias, None], attributes, name)
+
+
+def operator(
+    op_type: str,
+    inputs: Sequence[ir.Value | None],
+    attributes: Sequence[ir.Attr],
+    name: str,
+    num_outputs: int = 1,
+) -> ir.Node:
+    """A node of the domain."""
+    return ir.Node(DOMAIN, op_type, inputs, attributes, name=name, num_outputs=num_outputs)
+
+
+def replace(graph: ir.Graph, old: ir.Value, node: ir.Node, output: int = 0) -> None:
+    """Let a new node of the graph give what `old` was, name, type and shape included."""
+    new = node.outputs[output]
+    new.name, new.type, new.shape = old.name, old.type, old.shape
+    old.name = f"{old.name}/replaced"
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
