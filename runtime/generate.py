@@ -7,10 +7,12 @@ its own `past_length`: what is written there lies behind everything the row can 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvgraph.runtime.beam import beam_search
 from kvgraph.runtime.generation import Event, FinishReason, Generation, GenerationParams, collect
 from kvgraph.runtime.prefill import prefill_prompts
 from kvgraph.runtime.sampling import Logprob, Sampler, log_probability
@@ -25,8 +27,14 @@ def generate(
     params: GenerationParams,
     tokenizer: Tokenizer | None = None,
 ) -> list[Generation]:
-    """One generation a prompt; arguments and errors as for `stream`."""
-    return collect(stream(session, prompts, params, tokenizer), len(prompts))
+    """One generation a prompt; arguments and errors as for `stream`, and those of `beam_search`."""
+    if params.num_beams == 1 or params.max_new_tokens == 0:
+        params = replace(params, num_beams=1)
+        return collect(stream(session, prompts, params, tokenizer), len(prompts))
+    rows = _check_prompts(session, prompts, tokenizer)
+    limit = session.contract.capacity or session.contract.max_positions
+    most = [_room(row, prompt, params.max_new_tokens, limit) for row, prompt in enumerate(rows)]
+    return beam_search(session, rows, most, params, _end_tokens(params, tokenizer), tokenizer)
 
 
 def stream(
@@ -51,9 +59,12 @@ def stream(
         TypeError: A prompt is not made of integers.
         ValueError: A prompt is empty, holds an id out of range or does not fit into the cache.
     """
-    if len(prompts) == 0:
-        raise ValueError("there are no prompts, expected at least one")
-    rows = [_check_prompt(row, prompt, session, tokenizer) for row, prompt in enumerate(prompts)]
+    if params.num_beams > 1:
+        raise ValueError(
+            f"num_beams is {params.num_beams}: which beam is the best shows at the end only, so there is nothing to "
+            "stream; use generate, or num_beams=1"
+        )
+    rows = _check_prompts(session, prompts, tokenizer)
     if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and the bundle has none; stop on eos_token_ids")
     cache = session.allocate_cache(len(rows)) if cache is None else cache
@@ -107,10 +118,7 @@ class _Row:
     ) -> None:
         self.index = index
         self._left = most
-        eos = params.eos_token_ids
-        if eos is None:
-            eos = () if tokenizer is None else tokenizer.eos_token_ids
-        self._eos = frozenset(eos)
+        self._eos = _end_tokens(params, tokenizer)
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt.tolist())
         self._stop = StopMatcher(params.stop)
 
@@ -137,6 +145,19 @@ class _Row:
             return ""
         text, stopped = self._stop.push(self._detokenizer.flush())
         return text if stopped else text + self._stop.flush()
+
+
+def _end_tokens(params: GenerationParams, tokenizer: Tokenizer | None) -> frozenset[int]:
+    eos = params.eos_token_ids
+    if eos is None:
+        eos = () if tokenizer is None else tokenizer.eos_token_ids
+    return frozenset(eos)
+
+
+def _check_prompts(session: Session, prompts: Sequence[ArrayLike], tokenizer: Tokenizer | None) -> list[Ids]:
+    if len(prompts) == 0:
+        raise ValueError("there are no prompts, expected at least one")
+    return [_check_prompt(row, prompt, session, tokenizer) for row, prompt in enumerate(prompts)]
 
 
 def _check_prompt(row: int, prompt: ArrayLike, session: Session, tokenizer: Tokenizer | None) -> Ids:

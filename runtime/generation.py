@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, Unpack
 
 from kvgraph.runtime.sampling import Logprob, SamplingParams
 
 FinishReason = Literal["eos", "stop", "length"]
+EarlyStopping = bool | Literal["never"]
 
 
 class Options(TypedDict, total=False):
@@ -29,6 +31,9 @@ class Options(TypedDict, total=False):
     stop: str | Sequence[str]
     logprobs: int | None
     prefill_chunk: int | None
+    num_beams: int
+    length_penalty: float
+    early_stopping: EarlyStopping
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +48,16 @@ class GenerationParams:
             result.
         logprobs: Log-probabilities of the chosen token and of so many of the likeliest; None for none at all.
         prefill_chunk: Most prompt tokens in one call of the session; None feeds a prompt at once.
+        num_beams: Continuations of a prompt that compete; 1 is no beam search.
+        length_penalty: With beams, the sum of a text's log-probabilities is divided by its length to this power:
+            above 0 longer texts gain, below 0 shorter ones.
+        early_stopping: With beams, when a row ends that has `num_beams` finished texts. True: at once; False: when
+            none of the beams, with its score at its present length, is better than the worst of them; "never": the
+            same, but where `length_penalty` is above 0 with the length that it may yet reach.
 
     Raises:
-        ValueError: A number is out of its range.
+        TypeError: A field is of another type.
+        ValueError: A number is out of its range, or does not go together with beams.
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -54,12 +66,16 @@ class GenerationParams:
     stop: str | Sequence[str] = ()
     logprobs: int | None = None
     prefill_chunk: int | None = None
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
 
     def __post_init__(self) -> None:
         for name, value, least in (
             ("max_new_tokens", self.max_new_tokens, 0),
             ("logprobs", self.logprobs, 0),
             ("prefill_chunk", self.prefill_chunk, 1),
+            ("num_beams", self.num_beams, 1),
         ):
             if value is None:
                 continue
@@ -72,6 +88,27 @@ class GenerationParams:
             raise TypeError(f"eos_token_ids is {ends!r}, expected a sequence of integers")
         if not isinstance(self.stop, str) and not _all(self.stop, lambda text: isinstance(text, str)):
             raise TypeError(f"stop is {self.stop!r}, expected a text or a sequence of texts")
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        penalty = self.length_penalty
+        if not _is_number(penalty):
+            raise TypeError(f"length_penalty is {penalty!r}, expected a number")
+        if not math.isfinite(penalty):
+            raise ValueError(f"length_penalty is {penalty}, expected a finite number")
+        if not _is_early_stopping(self.early_stopping):
+            raise ValueError(f"early_stopping is {self.early_stopping!r}, expected True, False or 'never'")
+        if self.num_beams == 1:
+            return
+        for name, given, why in (
+            ("temperature", self.sampling.temperature != 0, "tokens are not drawn in beam search"),
+            ("stop", len(self.stop) > 0, "beams end with eos_token_ids or max_new_tokens only"),
+            ("logprobs", self.logprobs is not None, "beam search gives the score of a whole text only"),
+        ):
+            if given:
+                raise ValueError(
+                    f"{name} does not go with num_beams = {self.num_beams}: {why}; leave one of the two out"
+                )
 
     @classmethod
     def of(cls, **options: Unpack[Options]) -> GenerationParams:
@@ -87,6 +124,16 @@ class GenerationParams:
 def _is_integer(value: object) -> bool:
     """An integer of Python or NumPy; True and False are none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    """A real number of Python or NumPy; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_early_stopping(value: object) -> bool:
+    """A truth value, which 1 and 0 are not, or "never"."""
+    return isinstance(value, bool) or value == "never"
 
 
 def _all(values: object, fits: Callable[[object], bool]) -> bool:
@@ -124,12 +171,14 @@ class Generation:
         text: Their text without special tokens and without the stop string.
         finish_reason: Why the row ended, see `Event`.
         logprobs: Log-probabilities of each token, empty if not asked for.
+        score: Of a beam search: the sum of the tokens' log-probabilities over length ** length_penalty.
     """
 
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason
     logprobs: tuple[Logprob, ...] = ()
+    score: float | None = None
 
 
 def collect(events: Iterable[Event], rows: int) -> list[Generation]:

@@ -11,8 +11,8 @@ import numpy as np
 
 from kvgraph.export.bundle import Bundle
 from kvgraph.runtime.chat import ChatTemplate, Message
-from kvgraph.runtime.generate import stream
-from kvgraph.runtime.generation import Event, Generation, GenerationParams, Options, collect
+from kvgraph.runtime.generate import generate, stream
+from kvgraph.runtime.generation import Event, Generation, GenerationParams, Options
 from kvgraph.runtime.open import open_session
 from kvgraph.runtime.session import Cache, Ids, Session
 from kvgraph.runtime.tokenizer import TOKENIZER, Tokenizer
@@ -59,7 +59,7 @@ class Model:
             ValueError: One is out of its range. Nothing has been computed then.
         """
         prompts = self.encode(prompt)
-        generations = collect(self._stream(prompts, options), len(prompts))
+        generations = generate(self.session, prompts, self.params(options), self.tokenizer)
         return generations if _is_batch(prompt) else generations[0]
 
     def stream(
@@ -71,7 +71,7 @@ class Model:
             for event in model.stream("Once upon a time", max_new_tokens=50):
                 print(event.text, end="", flush=True)
         """
-        return self._stream(self.encode(prompt), options)
+        return stream(self.session, self.encode(prompt), self.params(options), self.tokenizer)
 
     def encode(self, prompt: Prompt | list[str] | list[list[int]]) -> list[Any]:
         """Token ids of each prompt; a text gets the BOS that its tokenizer adds."""
@@ -109,9 +109,6 @@ class Model:
                     f"eos_token_ids holds {token}, expected 0 <= id < {vocab_size}, the vocabulary"
                 )
         return params
-
-    def _stream(self, prompts: Sequence[Any], options: Options) -> Iterator[Event]:
-        return stream(self.session, prompts, self.params(options), self.tokenizer)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

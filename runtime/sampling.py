@@ -142,7 +142,7 @@ def greedy(logits: Floats) -> int:
     """
     token = int(logits.argmax())
     # argmax stops at a NaN, so that this one value speaks for all of them.
-    _check_largest(float(logits[token]))
+    check_largest(float(logits[token]))
     return token
 
 
@@ -168,7 +168,7 @@ def keep_candidates(logits: Floats, params: SamplingParams) -> tuple[Ids | None,
         RuntimeError: The logits hold NaN or infinity.
     """
     largest = logits.max()
-    _check_largest(float(largest))
+    check_largest(float(largest))
     token_ids = _top_k(logits, params.top_k)
     weights = (logits if token_ids is None else logits[token_ids]) - largest
     with np.errstate(over="ignore", under="ignore"):  # a low temperature takes all but the largest to -inf
@@ -236,7 +236,8 @@ def _index_of_share(weights: Floats, share: float, side: Literal["left", "right"
     return int(starts[block]) + index
 
 
-def _check_largest(value: float) -> None:
+def check_largest(value: float) -> None:
+    """Raise RuntimeError where the largest of some logits is NaN or infinity."""
     if not math.isfinite(value):
         raise RuntimeError(
             f"the largest logit is {value}, expected a finite number: the model has overflowed; "
