@@ -60,6 +60,27 @@ def test_flags_are_the_names_of_the_library(bundle, model, capsys):
     assert capsys.readouterr().out == model.generate(PROMPT, stop=["zzz", "the"], **options).text + "\n"
 
 
+def test_beams_are_written_at_the_end(bundle, model, capsys):
+    options = {"num_beams": 3, "length_penalty": 2.0, "max_new_tokens": 30}
+    flags = [text for name, value in options.items() for text in ("--" + name.replace("_", "-"), value)]
+    for word, early_stopping in (("true", True), ("false", False), ("never", "never")):
+        assert run(bundle, "--prompt", PROMPT, *flags, "--early-stopping", word) == 0
+        captured = capsys.readouterr()
+        expected = model.generate(PROMPT, early_stopping=early_stopping, **options)
+        assert captured.out == expected.text + "\n"
+        assert (
+            f"new tokens in 3 beams, ended by {expected.finish_reason}, score {expected.score:.3f}"
+            in captured.err
+        )
+
+
+def test_beams_of_a_bundle_without_a_tokenizer_are_token_ids(tiny_llama, exported, capsys):
+    path = exported(tiny_llama()).path
+    assert run(path, "--token-ids", "5,6,7", "--max-new-tokens", 4, "--num-beams", 2) == 0
+    expected = kvgraph.load(path).generate([5, 6, 7], max_new_tokens=4, num_beams=2).token_ids
+    assert capsys.readouterr().out == ",".join(map(str, expected)) + "\n"
+
+
 def test_end_tokens_can_be_given(bundle, model, capsys):
     third = model.generate(PROMPT, max_new_tokens=3).token_ids[2]
     assert run(bundle, "--prompt", PROMPT, "--eos-token-ids", f"{third},0") == 0
@@ -99,6 +120,13 @@ def test_bundle_without_a_tokenizer_gives_token_ids(tiny_llama, exported, capsys
         (["--prompt", "a", "--max-new-tokens", "9999"], "the cache allows 512"),
         (["--prompt", "a", "--max-new-tokens", "-1"], "max_new_tokens is -1"),
         (["--prompt", "a", "--stop", ""], "a stop string is empty"),
+        (
+            ["--prompt", "a", "--num-beams", "2", "--temperature", "1"],
+            "temperature does not go with num_beams",
+        ),
+        (["--prompt", "a", "--num-beams", "2", "--stop", "x"], "stop does not go with num_beams = 2"),
+        (["--prompt", "a", "--early-stopping", "maybe"], "'maybe' is none of true, false, never"),
+        (["--chat", "--num-beams", "2"], "--chat shows an answer as it is made"),
         (["--prompt", "a", "--device", "npu"], "device is 'npu'"),
         (["--prompt", "a", "--target", "ort-cuda"], "no target 'ort-cuda' (built: none)"),
     ],

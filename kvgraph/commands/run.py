@@ -52,6 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1: repeat less")
     options.add_argument("--seed", type=int, metavar="N", help="draw the same tokens each time")
     options.add_argument("--prefill-chunk", type=int, metavar="N", help="feed the prompt N tokens at a time")
+    options.add_argument("--num-beams", type=int, metavar="N", help="beam search; the text comes at the end")
+    options.add_argument(
+        "--length-penalty", type=float, metavar="X", help="with beams, above 0: longer texts gain (1)"
+    )
+    options.add_argument(
+        "--early-stopping",
+        type=_early_stopping,
+        metavar="true|false|never",
+        help="with beams: end when N texts are finished, when no beam looks better (false), or can become better",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,13 +73,19 @@ def run(args: argparse.Namespace) -> int:
         "Options", {name: value for name, value in vars(args).items() if name in Options.__annotations__}
     )
     # Opening a large bundle takes long: a mistyped number is refused before.
-    GenerationParams.of(**options)
+    num_beams = GenerationParams.of(**options).num_beams
+    if args.chat and num_beams > 1:
+        raise ValueError(
+            f"--chat shows an answer as it is made, which --num-beams {num_beams} cannot; leave one out"
+        )
     prompt = _read_prompt(args)
     model = load(args.bundle, args.target, device=args.device, verify=args.verify)
     info = model.session.info
     print(f"{info.source}: {info.runtime} {info.version} on {info.device}, {info.dtype}", file=sys.stderr)
     if prompt is None:
         _chat(model, options)
+    elif num_beams > 1:
+        _run_beams(model, prompt, options)
     else:
         events = model.stream(prompt, **options)
         _report(_write(events, model.tokenizer is None), len(model.encode(prompt)[0]))
@@ -86,6 +102,20 @@ def _read_prompt(args: argparse.Namespace) -> Prompt | None:
     if args.token_ids is not None:
         return cast("list[int]", args.token_ids)
     return cast("str | None", args.prompt)
+
+
+def _run_beams(model: Model, prompt: Prompt, options: Options) -> None:
+    start = time.perf_counter()
+    generation = model.generate(prompt, **options)
+    total_s = time.perf_counter() - start
+    print(generation.text if model.tokenizer is not None else ",".join(map(str, generation.token_ids)))
+    tokens = len(generation.token_ids)
+    score = "" if generation.score is None else f", score {generation.score:.3f}"
+    print(
+        f"{len(model.encode(prompt)[0])} prompt tokens, {tokens} new tokens in {options['num_beams']} beams, "
+        f"ended by {generation.finish_reason}{score}, {tokens / max(total_s, 1e-9):.0f} tokens/s",
+        file=sys.stderr,
+    )
 
 
 def _chat(model: Model, options: Options) -> None:
@@ -147,6 +177,14 @@ def _report(speed: _Speed, prompt_tokens: int, cached_tokens: int = 0) -> None:
         rest = (speed.new_tokens - 1) / max(speed.total_s - speed.first_token_s, 1e-9)
         parts.append(f"then {rest:.0f} tokens/s")
     print(", ".join(parts), file=sys.stderr)
+
+
+def _early_stopping(text: str) -> bool | str:
+    """True, False or "never"."""
+    values: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
+    if text not in values:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(values)}")
+    return values[text]
 
 
 def _integers(text: str) -> list[int]:
