@@ -158,6 +158,15 @@ class Decoder(nn.Module):
         self.layer_shared = tuple(layer.shared for layer in layers)
         self.kv_shapes = tuple(layer.kv_shape for layer in layers)
 
+    @property
+    def layer_counts(self) -> dict[str, int]:
+        """What stands for the layer in a family's map of names -> how many layers there are."""
+        return {"{i}": len(self.layers)}
+
+    def names(self) -> dict[str, str]:
+        """Module path of every parameter -> its name in graphs."""
+        return {path: graph_name(path) for path, _ in self.named_parameters(remove_duplicate=False)}
+
     def weights(self) -> dict[str, nn.Parameter]:
         """Every parameter under the name that graphs and bundles use, which is Llama's; a tied one once."""
         return {graph_name(name): parameter for name, parameter in self.named_parameters()}

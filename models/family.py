@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from kvgraph.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from kvgraph.models.decoder import Decoder
+    from kvgraph.models.encoder_decoder import Model
     from kvgraph.models.layers import Precision
 
 # model_type -> module, so that a family is imported when it is asked for.
 FAMILIES = {
+    "bart": "kvgraph.models.families.bart",
     "bloom": "kvgraph.models.families.bloom",
     "cohere": "kvgraph.models.families.cohere",
     "falcon": "kvgraph.models.families.falcon",
@@ -26,6 +27,7 @@ FAMILIES = {
     "gpt_neox": "kvgraph.models.families.gpt_neox",
     "granite": "kvgraph.models.families.granite",
     "llama": "kvgraph.models.families.llama",
+    "marian": "kvgraph.models.families.marian",
     "mistral": "kvgraph.models.families.mistral",
     "mixtral": "kvgraph.models.families.mixtral",
     "mpt": "kvgraph.models.families.mpt",
@@ -33,6 +35,7 @@ FAMILIES = {
     "phi": "kvgraph.models.families.phi",
     "phi3": "kvgraph.models.families.phi3",
     "post_norm_decoder": "kvgraph.models.families.post_norm_decoder",
+    "post_norm_encoder_decoder": "kvgraph.models.families.post_norm_encoder_decoder",
     "pre_norm_decoder": "kvgraph.models.families.pre_norm_decoder",
     "qwen2": "kvgraph.models.families.qwen2",
     "qwen2_moe": "kvgraph.models.families.qwen2_moe",
@@ -40,6 +43,7 @@ FAMILIES = {
     "qwen3_moe": "kvgraph.models.families.qwen3_moe",
     "smollm3": "kvgraph.models.families.smollm3",
     "starcoder2": "kvgraph.models.families.starcoder2",
+    "t5": "kvgraph.models.families.t5",
 }
 
 # Models with a language model inside, whose checkpoints have further parts that graphs would leave out.
@@ -68,7 +72,8 @@ class Part:
 
 
 # What becomes of a checkpoint tensor: a parameter as it is, parts of it, or None = known and dropped. "{i}" stands for
-# the layer; "{e}" for the expert, whose tensors are stacked along a new first axis.
+# the layer, "{j}" for the encoder's; "{e}" for the expert, whose tensors are stacked along a new first axis. Where
+# several names become one whole parameter they are copies of each other, of which a checkpoint may hold any.
 Into = str | Part | tuple[Part, ...] | None
 
 
@@ -87,7 +92,7 @@ class Family:
 
     model_type: str
     config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
-    build: Callable[[ModelConfig, Precision], Decoder]
+    build: Callable[[ModelConfig, Precision], Model]
     weight_names: Callable[[ModelConfig], Mapping[str, Into]]
     base_prefix: str = ""
 

@@ -72,12 +72,26 @@ class RMSNorm(nn.Module):
         return normed.to(self.out_dtype)
 
 
+class Cast(nn.Module):
+    """What stands where other models have a norm."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., E] in any type to `dtype`."""
+        return x.to(self.dtype)
+
+
 def _gelu_tanh(x: Tensor) -> Tensor:
     return functional.gelu(x, approximate="tanh")
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    # Two spellings of one function.
     "silu": functional.silu,
+    "swish": functional.silu,
     "gelu": functional.gelu,
     # Three spellings of one formula.
     "gelu_pytorch_tanh": _gelu_tanh,

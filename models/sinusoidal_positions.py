@@ -15,9 +15,14 @@ def sinusoidal_positions(positions: Tensor, size: int) -> Tensor:
 
     Dimension 2i is sin(position / 10000 ** (2i / E)), dimension 2i + 1 its cosine.
     """
+    turned = angles(positions, size)
+    return torch.stack((turned.sin(), turned.cos()), dim=-1).flatten(-2)
+
+
+def angles(positions: Tensor, size: int) -> Tensor:
+    """Positions [B, S] int64 to position / 10000 ** (2i / E), [B, S, E / 2] float32."""
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
-    angles = positions.unsqueeze(-1).to(torch.float32) * BASE**-exponents
-    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
+    return positions.unsqueeze(-1).to(torch.float32) * BASE**-exponents
 
 
 class SinusoidalPrelude(Prelude):

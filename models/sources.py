@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from kvgraph.models.decoder import Decoder, graph_name
+from kvgraph.models.encoder_decoder import Model
 from kvgraph.models.family import Family, Into, Part
 from kvgraph.models.layers import Linear
 
@@ -53,7 +53,7 @@ class WeightPlan:
         return self.dropped | self.tied.keys()
 
 
-def plan_weights(family: Family, decoder: Decoder, present: Collection[str] = ()) -> WeightPlan:
+def plan_weights(family: Family, model: Model, present: Collection[str] = ()) -> WeightPlan:
     """Match a family's name map with the parameters that a module really has.
 
     A name whose parameter the module lacks (a bias that the config rules out) is left out of the plan, so that a
@@ -61,20 +61,21 @@ def plan_weights(family: Family, decoder: Decoder, present: Collection[str] = ()
 
     Args:
         family: The architecture.
-        decoder: Its module.
+        model: Its module.
         present: Names in the checkpoint, which tell whether it has the family's `base_prefix`.
     """
-    parameters = decoder.weights()
-    modules = decoder.named_modules()
-    linear = {graph_name(f"{name}.weight") for name, module in modules if isinstance(module, Linear)}
-    names = family.weight_names(decoder.config)
+    parameters, graph_names = model.weights(), model.names()
+    modules = model.named_modules()
+    linear = {graph_names[f"{name}.weight"] for name, module in modules if isinstance(module, Linear)}
+    names = family.weight_names(model.config)
     prefix = family.base_prefix
     if present and not any(name.startswith(prefix) for name in present):
         names = {name.removeprefix(prefix): into for name, into in names.items()}
+    names, tied = _without_copies(names, present)
     sources: dict[str, WeightSource] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     dropped: set[str] = set()
-    for pattern, parts in _expanded(names, len(decoder.layer_kinds)):
+    for pattern, parts in _expanded(names, model.layer_counts):
         if not parts:
             dropped.add(pattern)
         for part in parts:
@@ -90,22 +91,39 @@ def plan_weights(family: Family, decoder: Decoder, present: Collection[str] = ()
             shapes.update({name: _joined(shapes.get(name), stored, part.axis) for name in tensors})
     unset = parameters.keys() - sources.keys()
     assert not unset, f"{family.model_type}: no weight name for {sorted(unset)[:3]}"
-    tied: dict[str, str] = {}
-    if decoder.head.lm_head is None:
+    if model.head.lm_head is None:
         (embedding,) = sources[EMBEDDING].names
-        tied = {source: embedding for source, into in names.items() if into == LM_HEAD}
+        tied |= {source: embedding for source, into in names.items() if into == LM_HEAD}
     return WeightPlan(sources, shapes, frozenset(dropped), tied)
 
 
-def _expanded(names: Mapping[str, Into], num_layers: int) -> Iterator[tuple[str, tuple[Part, ...]]]:
-    """The map with "{i}" replaced by every layer's number; () for what is dropped."""
+def _without_copies(
+    names: Mapping[str, Into], present: Collection[str]
+) -> tuple[dict[str, Into], dict[str, str]]:
+    """One name for each parameter that goes by several, the first that is present; and the others -> that name."""
+    by_parameter: dict[str, list[str]] = {}
+    for name, into in names.items():
+        if isinstance(into, str):
+            by_parameter.setdefault(into, []).append(name)
+    copies: dict[str, str] = {}
+    for same in by_parameter.values():
+        original = next((name for name in same if name in present), same[0])
+        copies.update({name: original for name in same if name != original})
+    return {name: into for name, into in names.items() if name not in copies}, copies
+
+
+def _expanded(
+    names: Mapping[str, Into], layer_counts: Mapping[str, int]
+) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    """The map with "{i}" and "{j}" replaced by every layer's number; () for what is dropped."""
     for pattern, into in names.items():
-        for layer in map(str, range(num_layers if "{i}" in pattern else 1)):
+        letter = next((letter for letter in layer_counts if letter in pattern), "{i}")
+        for layer in map(str, range(layer_counts[letter] if letter in pattern else 1)):
             parts = (
                 (Part(into),) if isinstance(into, str) else (into,) if isinstance(into, Part) else into or ()
             )
-            numbered = (replace(part, parameter=part.parameter.replace("{i}", layer)) for part in parts)
-            yield pattern.replace("{i}", layer), tuple(numbered)
+            numbered = (replace(part, parameter=part.parameter.replace(letter, layer)) for part in parts)
+            yield pattern.replace(letter, layer), tuple(numbered)
 
 
 def _joined(seen: tuple[int, ...] | None, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:

@@ -45,8 +45,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvgraph.models.config import ModelConfig, read_common
 from kvgraph.models.config_reader import ConfigReader
@@ -54,7 +53,7 @@ from kvgraph.models.decoder import Decoder, DecoderLayer, Head, Prelude
 from kvgraph.models.family import Family, Into
 from kvgraph.models.layer_norm import LayerNorm
 from kvgraph.models.layer_norm_decoder import renamed, token_embedding
-from kvgraph.models.layers import MLP, Attention, Embedding, GatedMLP, Linear, Precision
+from kvgraph.models.layers import MLP, Attention, Cast, Embedding, GatedMLP, Linear, Precision
 from kvgraph.models.learned_positions import LearnedPositionsPrelude
 from kvgraph.models.positions import CausalMask, Rotary, Shared
 from kvgraph.models.rope import RopeConfig, read_rope
@@ -175,18 +174,6 @@ class PostNormLayer(DecoderLayer):
         fed_forward = self.mlp(hidden_states.to(self.compute))
         summed = hidden_states + fed_forward.to(hidden_states.dtype)
         return self.post_feedforward_layernorm(summed), key, value
-
-
-class Cast(nn.Module):
-    """What stands in the head where other models have a norm."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., E] in any type to the compute type."""
-        return x.to(self.dtype)
 
 
 def prelude(config: PostNormConfig, precision: Precision) -> Prelude:

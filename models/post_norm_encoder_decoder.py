@@ -1,0 +1,88 @@
+"""An encoder and a decoder with layer norms behind each sum, as the first Transformer and BART have them."""
+
+from __future__ import annotations
+
+from kvgraph.models.cross_attention import CrossAttention, CrossProjection, SourceAttention
+from kvgraph.models.decoder import Head, Prelude
+from kvgraph.models.encoder_decoder import Encoder, EncoderDecoder
+from kvgraph.models.encoder_decoder_config import EncoderDecoderConfig
+from kvgraph.models.encoder_decoder_layers import PostNormCrossLayer, PostNormEncoderLayer
+from kvgraph.models.layer_norm import LayerNorm
+from kvgraph.models.layers import MLP, Attention, Cast, Precision
+
+
+def post_norm_encoder_decoder(
+    config: EncoderDecoderConfig,
+    precision: Precision,
+    source_prelude: Prelude,
+    prelude: Prelude,
+    head: Head,
+    *,
+    epsilon: float,
+    attention_bias: bool,
+) -> EncoderDecoder:
+    """The module with unset parameters; nothing but a cast follows the encoder's last layer.
+
+    Args:
+        config: Sizes.
+        precision: Element types.
+        source_prelude: Embeds a source.
+        prelude: Embeds the decoder's tokens.
+        head: The piece after the decoder's layers.
+        epsilon: Of every layer norm in the layers.
+        attention_bias: Whether attention's projections have biases; those of the feed-forward part have.
+    """
+    size, dim, compute = config.hidden_size, config.head_dim, precision.compute
+    layers = range(config.num_hidden_layers)
+    encoder_layers = [
+        encoder_layer(config, precision, epsilon, attention_bias) for _ in range(config.encoder_layers)
+    ]
+    cross = [
+        CrossProjection(size, config.num_attention_heads, dim, compute, bias=attention_bias) for _ in layers
+    ]
+    return EncoderDecoder(
+        config,
+        precision,
+        Encoder(source_prelude, encoder_layers, Cast(compute)),
+        prelude,
+        [decoder_layer(config, precision, epsilon, attention_bias) for _ in layers],
+        cross,
+        head,
+    )
+
+
+def encoder_layer(
+    config: EncoderDecoderConfig, precision: Precision, epsilon: float, bias: bool
+) -> PostNormEncoderLayer:
+    """A layer of the encoder."""
+    size, heads, dim = config.hidden_size, config.encoder_attention_heads, config.encoder_head_dim
+    compute = precision.compute
+    return PostNormEncoderLayer(
+        SourceAttention(size, heads, dim, compute, bias=bias, scale=dim**-0.5),
+        stream_norm(size, epsilon, precision),
+        MLP(size, config.encoder_ffn_dim, config.hidden_act, True, compute),
+        stream_norm(size, epsilon, precision),
+        compute,
+    )
+
+
+def decoder_layer(
+    config: EncoderDecoderConfig, precision: Precision, epsilon: float, bias: bool
+) -> PostNormCrossLayer:
+    """A layer of the decoder."""
+    size, heads, dim = config.hidden_size, config.num_attention_heads, config.head_dim
+    compute = precision.compute
+    return PostNormCrossLayer(
+        Attention(config, compute, qkv_bias=bias, out_bias=bias),
+        stream_norm(size, epsilon, precision),
+        CrossAttention(size, heads, dim, compute, bias=bias, scale=dim**-0.5),
+        stream_norm(size, epsilon, precision),
+        MLP(size, config.intermediate_size, config.hidden_act, True, compute),
+        stream_norm(size, epsilon, precision),
+        compute,
+    )
+
+
+def stream_norm(size: int, epsilon: float, precision: Precision) -> LayerNorm:
+    """A norm whose result is the stream itself."""
+    return LayerNorm(size, epsilon, precision.residual)
