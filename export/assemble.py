@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -21,11 +21,17 @@ class GraphAssembler:
     """A graph that grows by copies of traced pieces."""
 
     def __init__(
-        self, spec_name: str, weights: WeightLayout, constants: Mapping[str, ir.TensorProtocol]
+        self,
+        spec_name: str,
+        weights: WeightLayout,
+        constants: Mapping[str, ir.TensorProtocol],
+        parameter_name: Callable[[str], str] = graph_name,
     ) -> None:
+        """Build a graph called `spec_name`; `parameter_name` gives a module path its name in `weights`."""
         self.graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name=spec_name)
         self.weights = weights
         self.constants = constants
+        self.parameter_name = parameter_name
         # Constants of a piece -> their one copy in the graph, however often the piece is instantiated.
         self._shared: dict[ir.Value, ir.Value] = {}
 
@@ -79,7 +85,9 @@ class GraphAssembler:
         values: dict[ir.Value, ir.Value] = dict(zip(piece.inputs, inputs, strict=True))
         for name, initializer in piece.initializers.items():
             if initializer.const_value is None:
-                values[initializer] = self.weight(graph_name(f"{prefix}.{name.removeprefix('traced.')}"))
+                values[initializer] = self.weight(
+                    self.parameter_name(f"{prefix}.{name.removeprefix('traced.')}")
+                )
             else:
                 if initializer not in self._shared:
                     shared = self._initializer(f"{prefix}/{name}", initializer.const_value)

@@ -1,4 +1,4 @@
-"""The bundle: a directory with two graphs, one weights file, a tokenizer, and `bundle.json` that describes them.
+"""The bundle: a directory with a model's graphs, one weights file, a tokenizer, and `bundle.json` that describes them.
 
 This reader imports neither torch nor onnx; what writes bundles is in `kvgraph.export.writer`.
 """
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvgraph.export.contract import GRAPHS, Contract, GraphName, graph_file
+from kvgraph.export.contract import Contract, GraphName, graph_file
 
 SCHEMA_VERSION = 1
 BUNDLE_FILE = "bundle.json"
@@ -73,7 +73,7 @@ class Bundle:
 
     def digest(self) -> str:
         """sha256 over the names and hashes of the graphs and the weights: what a target is built from."""
-        graphs = [graph_file(graph) for graph in GRAPHS]
+        graphs = [graph_file(graph) for graph in self.contract.graphs]
         parts = [
             f"{name}:{self.files[name].sha256}"
             for name in [*graphs, "weights.safetensors"]
@@ -124,7 +124,7 @@ class Bundle:
             raise ValueError(f"{file}: not a bundle description ({error!r}); export it again") from error
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
-        if missing := [graph_file(graph) for graph in GRAPHS if graph_file(graph) not in files]:
+        if missing := [graph_file(graph) for graph in contract.graphs if graph_file(graph) not in files]:
             raise ValueError(f"{file}: does not list {', '.join(missing)}; export the bundle again")
         return bundle
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,12 +16,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 import kvgraph
-from kvgraph.export.assemble import assemble
+from kvgraph.export.architecture import (
+    TracedGraph,
+    assemble_graph,
+    graph_constants,
+    model_contract,
+    trace_graph,
+)
 from kvgraph.export.bundle import BUNDLE_FILE, SCHEMA_VERSION, TARGETS, Bundle, FileEntry, hash_file
 from kvgraph.export.contract import GRAPHS, Contract, GraphName, graph_file, hidden_state
-from kvgraph.export.decoder_contract import decoder_contract
 from kvgraph.export.passes.bind_capacity import bind_capacity
-from kvgraph.export.trace import TracedDecoder, fake_decoder, trace_decoder
+from kvgraph.export.trace import fake_model
 from kvgraph.export.weight_bytes import as_bytes, check_tied, one_thread, weight_pieces
 from kvgraph.export.weights_file import WEIGHTS_FILE, WeightLayout, plan_layout, write_weights
 from kvgraph.export.writer import writing_directory
@@ -59,7 +64,7 @@ class TracedModel:
     """Everything that tracing learns, before a weight is read."""
 
     contract: Contract
-    graphs: Mapping[GraphName, TracedDecoder]
+    graphs: Mapping[GraphName, TracedGraph]
     constants: Mapping[str, Tensor]
     parameters: Mapping[str, tuple[str, tuple[int, ...]]]
     weights: WeightPlan
@@ -96,7 +101,7 @@ def export_checkpoint(
         hashes = {}
         if stream is not None:
             hashes[WEIGHTS_FILE] = _write_weights(directory / WEIGHTS_FILE, stream, traced, layout)
-        _check_graphs(directory, layout)
+        _check_graphs(directory, traced.contract.graphs, layout)
         bundle = _describe(directory, checkpoint, config, traced, dtype, residual_dtype, hashes)
         text = json.dumps(bundle.to_json(), indent=1, ensure_ascii=False)
         (directory / BUNDLE_FILE).write_text(text + "\n", encoding="utf-8")
@@ -109,22 +114,22 @@ def trace_model(
     capacity: int | None,
     stream: WeightStream | None,
 ) -> TracedModel:
-    """Trace both graphs; where there is a checkpoint, it is checked against the model first."""
-    with fake_decoder(config, precision) as decoder:
-        weights = plan_weights(family(config.model_type), decoder, stream.names if stream else ())
+    """Trace every graph; where there is a checkpoint, it is checked against the model first."""
+    with fake_model(config, precision) as model:
+        weights = plan_weights(family(config.model_type), model, stream.names if stream else ())
     if stream is not None:
         # Outside of the fake tensors, among which what is read would have no values.
         stream.check(weights.shapes, weights.ignorable)
         check_tied(stream, weights)
-    with fake_decoder(config, precision) as decoder:
-        graphs = {graph: trace_decoder(decoder, graph) for graph in _progress(GRAPHS, "tracing")}
+    with fake_model(config, precision) as model:
+        contract = model_contract(model, capacity)
+        graphs = {graph: trace_graph(model, graph) for graph in _progress(contract.graphs, "tracing")}
         parameters = {
             name: (str(weight.dtype).removeprefix("torch."), tuple(weight.shape))
-            for name, weight in decoder.weights().items()
+            for name, weight in model.weights().items()
         }
-        contract = decoder_contract(decoder, capacity)
     # Outside of the trace, where tensors have values.
-    return TracedModel(contract, graphs, decoder.prelude.constants, parameters, weights)
+    return TracedModel(contract, graphs, graph_constants(model), parameters, weights)
 
 
 def _known_dtype(name: str, option: str) -> str:
@@ -142,11 +147,11 @@ def _check_capacity(capacity: int | None, config: ModelConfig) -> None:
 
 def _write_graphs(directory: Path, traced: TracedModel, layout: WeightLayout, debug_outputs: bool) -> None:
     constants = {name: ir.tensor(value.numpy(), name=name) for name, value in traced.constants.items()}
-    for graph in GRAPHS:
-        model = assemble(traced.graphs[graph], graph, traced.contract, layout, constants)
-        if (capacity := traced.contract.capacity) is not None:
+    for graph in traced.contract.graphs:
+        model = assemble_graph(traced.graphs[graph], graph, traced.contract, layout, constants)
+        if graph in GRAPHS and (capacity := traced.contract.capacity) is not None:
             bind_capacity(model, traced.contract, capacity)
-        if debug_outputs:
+        if graph in GRAPHS and debug_outputs:
             expose_hidden_states(model, traced.contract.num_layers)
         (directory / graph_file(graph)).write_bytes(ir.to_proto(model).SerializeToString())
 
@@ -169,7 +174,7 @@ def _write_weights(path: Path, stream: WeightStream, traced: TracedModel, layout
         return write_weights(path, layout, tensors())
 
 
-def _check_graphs(directory: Path, layout: WeightLayout) -> None:
+def _check_graphs(directory: Path, graphs: Sequence[GraphName], layout: WeightLayout) -> None:
     """The ONNX checker with full shape inference, external data included.
 
     Where no weights were written, a sparse file of their size stands in while the checker looks.
@@ -179,7 +184,7 @@ def _check_graphs(directory: Path, layout: WeightLayout) -> None:
     if stand_in:
         weights.touch()
         os.truncate(weights, layout.size)
-    for graph in GRAPHS:
+    for graph in graphs:
         onnx.checker.check_model(str(directory / graph_file(graph)), full_check=True)
     if stand_in:
         weights.unlink()
@@ -226,5 +231,5 @@ def _describe(
     )
 
 
-def _progress(graphs: tuple[GraphName, ...], description: str) -> Iterator[GraphName]:
+def _progress(graphs: Sequence[GraphName], description: str) -> Iterator[GraphName]:
     yield from tqdm(graphs, desc=description, unit="graph", disable=None)

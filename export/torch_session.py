@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from kvgraph.export.architecture import model_contract
 from kvgraph.export.contract import Contract, past_key, past_value
-from kvgraph.export.decoder_contract import decoder_contract
-from kvgraph.export.weight_bytes import check_tied, weight_pieces
+from kvgraph.export.load_module import load_module
 from kvgraph.models.checkpoint import Checkpoint
-from kvgraph.models.decoder import Decoder, graph_name
-from kvgraph.models.family import family
-from kvgraph.models.layers import Precision
-from kvgraph.models.sources import plan_weights
+from kvgraph.models.decoder import Decoder
+from kvgraph.models.encoder_decoder import KeyValue, Model
 from kvgraph.runtime.cache_moves import plan_moves
 from kvgraph.runtime.checks import check_step
 from kvgraph.runtime.session import Cache, Floats, Ids, SessionInfo
+
+# Logits, the new buffers of each layer, and the residual stream.
+StepResult = tuple[Tensor, list[KeyValue], list[Tensor]]
 
 
 class TorchCache:
@@ -66,37 +69,26 @@ class TorchCache:
 class TorchSession:
     """A checkpoint in eager torch on the CPU."""
 
-    def __init__(self, decoder: Decoder, source: str) -> None:
-        self._decoder = decoder
+    def __init__(self, model: Model, source: str) -> None:
+        """Run `model`, whose parameters are set; `source` is what it was read from."""
+        self._model = model
         self._source = source
         self._hidden: tuple[Floats, ...] = ()
-        self._dtype = decoder.precision.compute
-        self._contract = decoder_contract(decoder)
+        self._dtype = model.precision.compute
+        self._contract = model_contract(model)
 
     @classmethod
     def open(
         cls, checkpoint: Checkpoint, dtype: str = "float32", residual_dtype: str | None = None
     ) -> TorchSession:
-        """Load every weight of a checkpoint.
+        """Load every weight of a decoder-only checkpoint.
 
         Raises:
             ValueError: The checkpoint is damaged or does not fit its config.
         """
-        config = checkpoint.config
-        precision = Precision(getattr(torch, dtype), getattr(torch, residual_dtype or dtype))
-        with torch.device("meta"):
-            decoder = family(config.model_type).build(config, precision)
-        stream = checkpoint.weights()
-        plan = plan_weights(family(config.model_type), decoder, stream.names)
-        stream.check(plan.shapes, plan.ignorable)
-        check_tied(stream, plan)
-        for name, module_name in [(graph_name(name), name) for name, _ in decoder.named_parameters()]:
-            owner, _, attribute = module_name.rpartition(".")
-            unset = decoder.get_parameter(module_name)
-            rows = torch.cat(list(weight_pieces(stream, name, plan.sources[name], unset.dtype)))
-            setattr(decoder.get_submodule(owner), attribute, nn.Parameter(rows.view(unset.shape), False))
-        decoder.requires_grad_(False)
-        return cls(decoder, checkpoint.source.name)
+        model = load_module(checkpoint, dtype, residual_dtype)
+        assert isinstance(model, Decoder), "kvgraph.export.torch_encoder_session opens what has an encoder"
+        return cls(model, checkpoint.source.name)
 
     @property
     def contract(self) -> Contract:
@@ -156,10 +148,11 @@ class TorchSession:
         layers = range(self._contract.num_layers)
         past = [(cache.buffers[past_key(layer)], cache.buffers[past_value(layer)]) for layer in layers]
         with torch.no_grad():
-            logits, presents, stream = self._decoder(
+            logits, presents, stream = self._step(
+                cache,
+                past,
                 torch.from_numpy(input_ids),
                 torch.from_numpy(past_length),
-                past,
                 _tensor(positions),
                 _tensor(new_length),
             )
@@ -167,6 +160,19 @@ class TorchSession:
             cache.buffers[past_key(layer)], cache.buffers[past_value(layer)] = key, value
         self._hidden = tuple(hidden.to(torch.float32).numpy() for hidden in stream)
         result: Floats = logits.numpy()
+        return result
+
+    def _step(
+        self,
+        cache: TorchCache,
+        past: Sequence[KeyValue],
+        input_ids: Tensor,
+        past_length: Tensor,
+        positions: Tensor | None,
+        new_length: Tensor | None,
+    ) -> StepResult:
+        """What the model makes of checked inputs."""
+        result: StepResult = self._model(input_ids, past_length, past, positions, new_length)
         return result
 
 

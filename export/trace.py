@@ -23,11 +23,18 @@ from kvgraph.export.passes.canonicalize import canonicalize
 from kvgraph.export.translate import OPSET, translation_table
 from kvgraph.models.config import ModelConfig
 from kvgraph.models.decoder import Decoder
+from kvgraph.models.encoder_decoder import Model
 from kvgraph.models.family import family
 from kvgraph.models.layers import Precision
 
 # Traced sizes of the symbolic dimensions; any distinct numbers >= 2 that no real dimension is derived from.
-_SIZES = {names.BATCH: 3, names.NEW_TOKENS: 5, names.LOGIT_ROWS: 4, names.CAPACITY: 37}
+_SIZES = {
+    names.BATCH: 3,
+    names.NEW_TOKENS: 5,
+    names.LOGIT_ROWS: 4,
+    names.CAPACITY: 37,
+    names.SOURCE_TOKENS: 23,
+}
 
 Shape = tuple[str | int, ...]
 
@@ -64,14 +71,14 @@ class TracedDecoder:
 
 
 @contextmanager
-def fake_decoder(config: ModelConfig, precision: Precision) -> Iterator[Decoder]:
+def fake_model(config: ModelConfig, precision: Precision) -> Iterator[Model]:
     """The module with parameters that have shapes and types and no data; trace it inside the `with` block."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         yield family(config.model_type).build(config, precision)
 
 
 def trace_decoder(decoder: Decoder, graph: GraphName) -> TracedDecoder:
-    """Trace the prelude, one layer of each kind, and the head of a decoder from `fake_decoder`.
+    """Trace the prelude, one layer of each kind, and the head of a decoder from `fake_model`.
 
     Args:
         decoder: What to trace.
@@ -92,7 +99,7 @@ def trace_decoder(decoder: Decoder, graph: GraphName) -> TracedDecoder:
         arguments.append(Argument(names.NEW_LENGTH, torch.int64, (names.BATCH,), True))
     traced_prelude = trace(prelude, arguments)
     shared = {
-        name: Argument(name, _torch_dtype(value), _shape(value))
+        name: Argument(name, torch_dtype_of(value), shape_of(value))
         for name, value in zip(prelude.shared_names, traced_prelude.outputs[1:], strict=True)
     }
     layers = {}
@@ -163,12 +170,13 @@ def _empty(argument: Argument) -> Tensor:
     return torch.empty(shape, dtype=argument.dtype)
 
 
-def _torch_dtype(value: ir.Value) -> torch.dtype:
+def torch_dtype_of(value: ir.Value) -> torch.dtype:
+    """The type of a traced value."""
     assert value.dtype is not None
     return ir.tensor_adapters.to_torch_dtype(value.dtype)
 
 
-def _shape(value: ir.Value) -> Shape:
+def shape_of(value: ir.Value) -> Shape:
     """The shape of a traced value, with letters; every dimension of an input or output is known."""
     assert value.shape is not None
     dims = [dim if isinstance(dim, int) else dim.value for dim in value.shape]

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvgraph.export.contract import INPUT_IDS, LOGIT_POSITIONS, NEW_LENGTH, PAST_LENGTH, Contract
+from kvgraph.export.contract import (
+    ENCODER_LENGTH,
+    INPUT_IDS,
+    LOGIT_POSITIONS,
+    NEW_LENGTH,
+    PAST_LENGTH,
+    Contract,
+    EncoderContract,
+)
 from kvgraph.runtime.session import Ids
 
 
@@ -30,6 +38,65 @@ class StepInputs:
     past_length: Ids
     logit_positions: Ids | None
     new_length: Ids | None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceInputs:
+    """Checked inputs of the encoder, each C-contiguous int64 and ready to bind.
+
+    Attributes:
+        input_ids: [N, C].
+        encoder_length: [N].
+    """
+
+    input_ids: Ids
+    encoder_length: Ids
+
+
+def check_source(encoder: EncoderContract, input_ids: ArrayLike, encoder_length: ArrayLike) -> SourceInputs:
+    """Sources in the form that the encoder's graph takes.
+
+    Args:
+        encoder: Of the graph that will run.
+        input_ids: [N, C], 0 <= id < the source's vocabulary; C at most the encoder's positions.
+        encoder_length: [N], 1 <= length <= C.
+
+    Raises:
+        TypeError: An array is not of an integer type.
+        ValueError: A shape or a value is out of its range.
+    """
+    num_sources = (*np.shape(input_ids), 0)[0]
+    ids = _integers(INPUT_IDS, input_ids, 2, num_sources)
+    _check_range(INPUT_IDS, ids, encoder.vocab_size, "the source's vocabulary")
+    if ids.shape[1] > encoder.max_positions:
+        raise ValueError(
+            f"the sources have {ids.shape[1]} tokens a row, the encoder takes {encoder.max_positions}; shorten them"
+        )
+    lengths = _integers(ENCODER_LENGTH, encoder_length, 1, len(ids), "there are {} sources")
+    wrong = (lengths < 1) | (lengths > ids.shape[1])
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise ValueError(f"{ENCODER_LENGTH}[{row}] is {lengths[row]}, expected 1 to {ids.shape[1]}")
+    return SourceInputs(ids, lengths)
+
+
+def check_source_of_row(source_of_row: ArrayLike | None, num_sources: int, batch_size: int) -> Ids:
+    """Which source each row of a cache reads, [B] int64; default each its own.
+
+    Raises:
+        TypeError: They are no integers.
+        ValueError: There are not as many sources as rows, or one is out of range.
+    """
+    if source_of_row is None:
+        if num_sources != batch_size:
+            raise ValueError(
+                f"there are {num_sources} sources and {batch_size} rows; say with source_of_row which reads which"
+            )
+        return np.arange(batch_size)
+    rows = _integers("source_of_row", source_of_row, 1, batch_size)
+    if rows.min() < 0 or rows.max() >= num_sources:
+        raise ValueError(f"source_of_row holds {rows.tolist()}, expected 0 <= row < {num_sources} sources")
+    return rows
 
 
 def check_step(
@@ -77,8 +144,14 @@ def check_step(
     return StepInputs(ids, past, positions, gained)
 
 
-def _integers(name: str, values: ArrayLike, rank: int, batch_size: int) -> Ids:
-    """`values` as contiguous int64 with `rank` dimensions, the first of `batch_size`, none of them empty."""
+_OWN_ROWS = "the cache has {}; a row that takes no part still passes a valid id and its own length"
+
+
+def _integers(name: str, values: ArrayLike, rank: int, batch_size: int, rows: str = _OWN_ROWS) -> Ids:
+    """`values` as contiguous int64 with `rank` dimensions, the first of `batch_size`, none of them empty.
+
+    `rows` is what the message says that there are `batch_size` of.
+    """
     array = np.asarray(values)
     if array.dtype != np.int64:
         array = _to_int64(name, array)
@@ -86,10 +159,7 @@ def _integers(name: str, values: ArrayLike, rank: int, batch_size: int) -> Ids:
         letters = "[B, S]" if name == INPUT_IDS else "[B, N]" if rank == 2 else "[B]"
         raise ValueError(f"{name} has shape {list(array.shape)}, expected {rank} dimensions, {letters}")
     if array.shape[0] != batch_size:
-        raise ValueError(
-            f"{name} has {array.shape[0]} rows, the cache has {batch_size}; "
-            "a row that takes no part still passes a valid id and its own length"
-        )
+        raise ValueError(f"{name} has {array.shape[0]} rows, {rows.format(batch_size)}")
     if array.size == 0:
         raise ValueError(f"{name} is empty, shape {list(array.shape)}; give at least one token a row")
     return np.ascontiguousarray(array)

@@ -78,22 +78,22 @@ def quick_tracing() -> Iterator[None]:
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     from kvgraph.export import exporter
-    from kvgraph.export.trace import TracedDecoder
-    from kvgraph.models.decoder import Decoder
+    from kvgraph.export.architecture import TracedGraph
+    from kvgraph.models.encoder_decoder import Model
 
-    traced: dict[tuple[str, ...], TracedDecoder] = {}
-    trace_decoder = exporter.trace_decoder
+    traced: dict[tuple[str, ...], TracedGraph] = {}
+    trace_graph = exporter.trace_graph
 
-    def trace_once(decoder: Decoder, graph: GraphName) -> TracedDecoder:
-        key = (repr(decoder.config), repr(decoder.precision), graph)
+    def trace_once(model: Model, graph: GraphName) -> TracedGraph:
+        key = (repr(model.config), repr(model.precision), graph)
         if key not in traced:
-            traced[key] = trace_decoder(decoder, graph)
+            traced[key] = trace_graph(model, graph)
         return traced[key]
 
     library = functools.cache(ONNXRegistry.from_torchlib)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(library))
-        patch.setattr(exporter, "trace_decoder", trace_once)
+        patch.setattr(exporter, "trace_graph", trace_once)
         yield
 
 

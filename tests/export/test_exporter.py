@@ -41,7 +41,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("came to the tracer")
 
-    monkeypatch.setattr(exporter, "trace_decoder", refuse)
+    monkeypatch.setattr(exporter, "trace_graph", refuse)
 
 
 def change_weights(checkpoint: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -139,7 +139,7 @@ def test_tied_checkpoint_may_repeat_its_embedding(
     change_weights(repeated, lambda weights: weights.update({"lm_head.weight": embedding(weights).clone()}))
     # The repetition plays no part in tracing.
     traced = []
-    monkeypatch.setattr(exporter, "trace_decoder", lambda decoder, graph: traced.append(graph))
+    monkeypatch.setattr(exporter, "trace_graph", lambda decoder, graph: traced.append(graph))
     checkpoint = open_checkpoint(repeated)
     plan = trace_model(checkpoint.config, FLOAT32, None, checkpoint.weights()).weights
     assert traced == ["prefill", "decode"]

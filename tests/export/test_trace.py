@@ -15,7 +15,7 @@ from torch import nn
 from kvgraph.export import trace as tracing
 from kvgraph.export.assemble import assemble
 from kvgraph.export.decoder_contract import decoder_contract
-from kvgraph.export.trace import Argument, TracedDecoder, fake_decoder, trace_decoder
+from kvgraph.export.trace import Argument, TracedDecoder, fake_model, trace_decoder
 from kvgraph.export.weights_file import plan_layout
 from kvgraph.models.config import ModelConfig
 from kvgraph.models.decoder import Decoder
@@ -31,7 +31,7 @@ def config_json(tiny_llama: Callable[..., Path]) -> dict[str, Any]:
 
 def decoder_of(config_json: dict[str, Any], layers: int, use: Callable[[Decoder], Any]) -> Any:
     config = ModelConfig.from_hf({**config_json, "num_hidden_layers": layers})
-    with fake_decoder(config, FLOAT32) as decoder:
+    with fake_model(config, FLOAT32) as decoder:
         return use(decoder)
 
 
@@ -120,7 +120,7 @@ def test_every_layer_reads_its_own_weights_and_cache(
     decoder_of(config_json, 80, check)
 
 
-def test_fake_decoder_holds_no_weights(config_json: dict[str, Any]) -> None:
+def test_fake_model_holds_no_weights(config_json: dict[str, Any]) -> None:
     """A model of 80 layers and 70 billion parameters is built at once."""
     large = {"hidden_size": 8192, "intermediate_size": 28672, "vocab_size": 128256, "head_dim": 128}
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8}
