@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from kvgraph.export.bundle import Bundle
-from kvgraph.export.contract import GRAPHS
 from kvgraph.runtime.session import Session
 from kvgraph.runtime.target import Target
+
+if TYPE_CHECKING:
+    from kvgraph.runtime.ort import OrtSession
 
 ORT_TARGETS = ("ort-cpu", "ort-cuda")
 TENSORRT_TARGETS = ("tensorrt", "tensorrt-rtx")
@@ -56,14 +59,14 @@ def open_session(
 def _open_ort(
     bundle: Bundle, target: Target | None, kind: str, device_id: int, threads: int | None
 ) -> Session:
-    from kvgraph.runtime.ort import OrtSession
     from kvgraph.runtime.ort_load import CPU_PROVIDER, CUDA_PROVIDER
 
     providers = (CUDA_PROVIDER,) if kind == "cuda" else (CPU_PROVIDER,)
+    session = ort_session(bundle)
     if target is None:
-        return OrtSession(bundle, providers=providers, device_id=device_id, threads=threads)
-    graphs = {graph: target.graph_path(graph).read_bytes() for graph in GRAPHS}
-    return OrtSession(
+        return session(bundle, providers=providers, device_id=device_id, threads=threads)
+    graphs = {graph: target.graph_path(graph).read_bytes() for graph in target.contract.graphs}
+    return session(
         bundle,
         providers=providers,
         device_id=device_id,
@@ -71,6 +74,14 @@ def _open_ort(
         graphs=graphs,
         contract=target.contract,
     )
+
+
+def ort_session(bundle: Bundle) -> type[OrtSession]:
+    """The session that runs a bundle's ONNX graphs."""
+    from kvgraph.runtime.ort import OrtSession
+    from kvgraph.runtime.ort_encoder import OrtEncoderSession
+
+    return OrtSession if bundle.contract.encoder is None else OrtEncoderSession
 
 
 def _parse_device(device: str) -> tuple[str, int]:

@@ -69,14 +69,16 @@ class OrtSession:
         hidden_names = [hidden_state(layer) for layer in range(self._contract.num_layers + 1)]
         self._sessions: dict[GraphName, Any] = {}
         self._hidden: dict[GraphName, tuple[TensorSpec, ...]] = {}
-        for name in GRAPHS:
+        for name in self._contract.graphs:
             label = graph_file(name)
             options = session_options(threads, mapped and not (pack_weights and name == "prefill"))
             source = bundle.graph_path(name) if graphs is None else graphs[name]
             session = load_graph(label, source, bundle.path, options, providers, device_id)
             check_interface(label, session, self._contract.graph(name), hidden_names)
             self._sessions[name] = session
-            self._hidden[name] = _hidden_outputs(label, session, hidden_names) if debug_outputs else ()
+            self._hidden[name] = (
+                _hidden_outputs(label, session, hidden_names) if debug_outputs and name in GRAPHS else ()
+            )
         self._latest: Binding | None = None
         self._errors = runtime_errors()
         self._info = SessionInfo(

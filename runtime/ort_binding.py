@@ -53,6 +53,8 @@ class Binding:
         self._entries: list[tuple[StateTensor, NDArray[Any]]] = []
         for tensor in contract.state:
             self._bind_state(tensor, cache)
+        for name, value in cache.fixed_inputs.items():
+            self._io.bind_ortvalue_input(name, value)
 
     def _bind_state(self, tensor: StateTensor, cache: OrtCache) -> None:
         place = (

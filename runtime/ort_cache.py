@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,6 +69,8 @@ class OrtCache:
         self.owner = owner
         # What the session has bound to these buffers; growing them makes it stale.
         self.bindings: dict[GraphName, Binding] = {}
+        # Inputs that stay the same from step to step, as OrtValues: what an encoder made of the rows' sources.
+        self.fixed_inputs: Mapping[str, Any] = {}
         self._state = {tensor.name: tensor for tensor in state}
         self._batch_size = batch_size
         self._limit = limit
@@ -157,6 +159,11 @@ class OrtCache:
             else:
                 self._buffers[name] = Buffer(self._zeros(tensor), *self._device)
                 self.bindings.clear()
+
+    def set_fixed_inputs(self, values: Mapping[str, Any]) -> None:
+        """Give the graphs these OrtValues, by the names of their inputs, at every step from now on."""
+        self.fixed_inputs = values
+        self.bindings.clear()
 
     def write(self, tensor: StateTensor, entries: NDArray[Any], past_length: NDArray[np.int64]) -> None:
         """Put new entries [B, K, S, D] at each row's `past_length`, which a graph in delta form leaves to us."""

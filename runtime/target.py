@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvgraph.export.bundle import TARGETS, Bundle, FileEntry, hash_file
-from kvgraph.export.contract import GRAPHS, Contract, GraphName
+from kvgraph.export.contract import Contract, GraphName
 
 TARGET_SCHEMA_VERSION = 1
 TARGET_FILE = "target.json"
@@ -21,7 +21,7 @@ TARGET_FILE = "target.json"
 
 @dataclass(frozen=True, slots=True)
 class TargetGraph:
-    """How a target runs one of the two graphs.
+    """How a target runs one of the graphs.
 
     Attributes:
         file: Engine or graph file.
@@ -134,13 +134,14 @@ class Target:
                 f"install kvgraph {data.get('tool_version', '(unknown)')} or newer, or build the target again"
             )
         try:
+            contract = Contract.from_json(data["contract"])
             return cls(
                 **{
                     **data,
                     "path": path,
                     "compute_capabilities": tuple(data["compute_capabilities"]),
-                    "contract": Contract.from_json(data["contract"]),
-                    "graphs": {graph: TargetGraph(**data["graphs"][graph]) for graph in GRAPHS},
+                    "contract": contract,
+                    "graphs": {graph: TargetGraph(**data["graphs"][graph]) for graph in contract.graphs},
                     "limits": None if data["limits"] is None else Limits(**data["limits"]),
                     "files": {name: FileEntry(**entry) for name, entry in data["files"].items()},
                 }
