@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraph.export.bundle import Bundle
+from kvgraph.runtime.kernels import library_path
 from kvgraph.runtime.session import Session
 from kvgraph.runtime.target import Target
 
@@ -65,15 +67,30 @@ def _open_ort(
     session = ort_session(bundle)
     if target is None:
         return session(bundle, providers=providers, device_id=device_id, threads=threads)
-    graphs = {graph: target.graph_path(graph).read_bytes() for graph in target.contract.graphs}
+    sources = {entry.source: target.path / entry.file for entry in target.graphs.values()}
+    own = target.options.get("kernels") == "kvgraph"
     return session(
         bundle,
         providers=providers,
         device_id=device_id,
         threads=threads,
-        graphs=graphs,
+        graphs={graph: path.read_bytes() for graph, path in sources.items()},
         contract=target.contract,
+        folder=target.path if own else None,
+        library=_require_library(target) if own else None,
     )
+
+
+def _require_library(target: Target) -> Path:
+    """The operators that a target was built with."""
+    library = library_path()
+    if library is None:
+        raise RuntimeError(
+            f"{target.path}: built for kvgraph's own CPU kernels, which this installation lacks: it was made without a "
+            f"C++ compiler. Install kvgraph where there is one, or build the target again: kvgraph build "
+            f"{target.path.parent.parent} --target {target.name} --kernels onnxruntime"
+        )
+    return library
 
 
 def ort_session(bundle: Bundle) -> type[OrtSession]:

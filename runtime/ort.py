@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvgraph.export.bundle import Bundle
@@ -40,8 +41,10 @@ class OrtSession:
         threads: Threads within an operator, default one a core.
         debug_outputs: Give `hidden_states` after each call; the graphs must have them as outputs.
         pack_weights: Repack float32 weights for prefill.
-        graphs: Bytes to run instead of the bundle's ONNX files; their external data is the bundle's.
+        graphs: Bytes to run instead of the bundle's ONNX files; without decode, prefill does its work, too.
         contract: What `graphs` promise, default the bundle's contract.
+        folder: Where the external data of `graphs` lies, default the bundle.
+        library: The shared library of the operators in `graphs` that are not ONNX Runtime's own.
 
     Raises:
         ImportError: onnxruntime is not installed.
@@ -60,6 +63,8 @@ class OrtSession:
         pack_weights: bool = False,
         graphs: Mapping[GraphName, bytes] | None = None,
         contract: Contract | None = None,
+        folder: Path | None = None,
+        library: Path | None = None,
     ) -> None:
         check_providers(providers)
         self._contract = contract or bundle.contract
@@ -69,11 +74,15 @@ class OrtSession:
         hidden_names = [hidden_state(layer) for layer in range(self._contract.num_layers + 1)]
         self._sessions: dict[GraphName, Any] = {}
         self._hidden: dict[GraphName, tuple[TensorSpec, ...]] = {}
+        self._decodes_by_prefill = graphs is not None and "decode" not in graphs
         for name in self._contract.graphs:
+            if name == "decode" and self._decodes_by_prefill:
+                self._sessions[name], self._hidden[name] = self._sessions["prefill"], self._hidden["prefill"]
+                continue
             label = graph_file(name)
-            options = session_options(threads, mapped and not (pack_weights and name == "prefill"))
+            options = session_options(threads, mapped and not (pack_weights and name == "prefill"), library)
             source = bundle.graph_path(name) if graphs is None else graphs[name]
-            session = load_graph(label, source, bundle.path, options, providers, device_id)
+            session = load_graph(label, source, folder or bundle.path, options, providers, device_id)
             check_interface(label, session, self._contract.graph(name), hidden_names)
             self._sessions[name] = session
             self._hidden[name] = (
@@ -161,7 +170,10 @@ class OrtSession:
         binding = cache.bindings.get(graph)
         if binding is None:
             session, hidden = self._sessions[graph], self._hidden[graph]
-            binding = Binding(session, self._contract, cache, self._device, hidden)
+            by_prefill = graph == "decode" and self._decodes_by_prefill
+            binding = Binding(
+                session, self._contract, cache, self._device, hidden, decodes_by_prefill=by_prefill
+            )
             cache.bindings[graph] = binding
         self._latest = binding
         try:

@@ -41,6 +41,8 @@ class Binding:
         cache: OrtCache,
         device: tuple[str, int],
         hidden: tuple[TensorSpec, ...],
+        *,
+        decodes_by_prefill: bool = False,
     ) -> None:
         self._session = session
         self._io = session.io_binding()
@@ -53,6 +55,10 @@ class Binding:
         self._entries: list[tuple[StateTensor, NDArray[Any]]] = []
         for tensor in contract.state:
             self._bind_state(tensor, cache)
+        if decodes_by_prefill:
+            # Of one new token the only row.
+            self._only_row = np.zeros((cache.batch_size, 1), np.int64)
+            self._io.bind_cpu_input(LOGIT_POSITIONS, self._only_row)
         for name, value in cache.fixed_inputs.items():
             self._io.bind_ortvalue_input(name, value)
 

@@ -64,12 +64,13 @@ def check_providers(providers: Sequence[str]) -> None:
             )
 
 
-def session_options(threads: int | None, mapped_weights: bool) -> Any:
+def session_options(threads: int | None, mapped_weights: bool, library: Path | None = None) -> Any:
     """Session options that both graphs share.
 
     Args:
         threads: Threads within an operator, None for one a core.
         mapped_weights: Use the weights where they lie in the mapped file instead of in a repacked copy.
+        library: The shared library of the operators that are not ONNX Runtime's own.
 
     Raises:
         ValueError: `threads` is below 1.
@@ -82,6 +83,8 @@ def session_options(threads: int | None, mapped_weights: bool) -> Any:
         if threads < 1:
             raise ValueError(f"threads is {threads}, expected 1 or more, or None for one a core")
         options.intra_op_num_threads = threads
+    if library is not None:
+        options.register_custom_ops_library(str(library))
     if mapped_weights:
         options.add_session_config_entry("session.disable_prepacking", "1")
     if int8_products_saturate():
@@ -98,7 +101,7 @@ def load_graph(
     Args:
         label: The graph's name in messages.
         graph: The ONNX file, or the bytes of one whose external data lies in `folder`.
-        folder: The bundle.
+        folder: Where the external data lies: the bundle, or a target that holds its own.
         options: From `session_options`.
         providers: Checked by `check_providers`.
         device_id: Of the GPU.

@@ -1,51 +1,114 @@
 """`kvgraph build --target ort-cpu`: the bundle's graphs in operators and types that ONNX Runtime has on a CPU.
 
-The weights are not copied. The built graphs name `weights.safetensors` as if they lay beside it, for ONNX Runtime
-refuses external data outside of the folder it looks in; a session tells it that folder, the bundle, with
+There are two forms. With `kernels="kvgraph"` matrix products and attention are kvgraph's own operators, and the target
+holds the weights in their layout: it needs the library of `kvgraph.runtime.kernels` to run, and the bundle for no more
+than its description. With `kernels="onnxruntime"` the graphs are those of the bundle with only that replaced which ONNX
+Runtime lacks, and the weights are not copied: the graphs name `weights.safetensors` as if it lay beside them, for ONNX
+Runtime refuses external data outside of the folder it looks in; a session tells it that folder, the bundle, with
 `session.model_external_initializers_file_folder_path`.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal, get_args
+
+import onnx_ir as ir
 
 from kvgraph.export.bundle import Bundle
-from kvgraph.export.contract import GRAPHS, Contract, graph_file
-from kvgraph.export.targets.ort_cpu_graph import lower_for_ort_cpu
+from kvgraph.export.contract import Contract, GraphName, graph_file
+from kvgraph.export.packed.target_weights import TargetWeights
+from kvgraph.export.targets.ort_cpu_graph import lower_for_kernels, lower_for_ort_cpu
 from kvgraph.export.targets.target_writer import BuiltTarget, new_target, require_weights, write_target
+from kvgraph.export.weights_file import WEIGHTS_FILE
+from kvgraph.runtime.kernels import library_path
 from kvgraph.runtime.target import Target, TargetGraph
 
 ORT_CPU = "ort-cpu"
+Kernels = Literal["kvgraph", "onnxruntime"]
+KERNELS: tuple[str, ...] = get_args(Kernels)
 
 
-def build_ort_cpu(bundle: Bundle) -> Target:
-    """Write the bundle's graphs, lowered by `lower_for_ort_cpu`, to `targets/ort-cpu/`.
+def build_ort_cpu(
+    bundle: Bundle, kernels: Kernels = "kvgraph", report: Callable[[str], None] = lambda line: None
+) -> Target:
+    """Write the bundle's graphs, lowered for a CPU, to `targets/ort-cpu/`.
 
-    The caches of a bfloat16 bundle become float32 too; the contract in target.json says so.
+    The caches of a bundle in bfloat16, and in kvgraph's kernels of one in float16, become float32 too; the contract in
+    target.json says so.
+
+    Args:
+        bundle: What to build; its own files stay as they are.
+        kernels: "kvgraph": with kvgraph's operators, if this machine has their library; "onnxruntime": without.
+        report: Takes a line on what is about to be built.
 
     Raises:
         ValueError: The bundle has no weights.
     """
     require_weights(bundle)
+    if kernels == "kvgraph" and library_path() is None:
+        report("kvgraph's CPU kernels are not in this installation; building for those of ONNX Runtime")
+        kernels = "onnxruntime"
     started = time.monotonic()
     with new_target(bundle, ORT_CPU) as directory:
-        for graph, content in lower_for_ort_cpu(bundle).items():
-            (directory / graph_file(graph)).write_bytes(content)
-        graphs = {graph: TargetGraph(graph_file(graph), graph, None, {}) for graph in GRAPHS}
-        built = BuiltTarget(_onnxruntime_version(), widened_contract(bundle.contract), graphs)
-        write_target(directory, bundle, ORT_CPU, built, time.monotonic() - started)
+        fill = _fill_packed if kernels == "kvgraph" else _fill_plain
+        write_target(directory, bundle, ORT_CPU, fill(directory, bundle, report), time.monotonic() - started)
     return Target.open(bundle, ORT_CPU)
 
 
-def widened_contract(contract: Contract) -> Contract:
-    """The contract with float32 caches where they were bfloat16."""
-    state = tuple(
-        replace(tensor, dtype="float32") if tensor.dtype == "bfloat16" else tensor
-        for tensor in contract.state
+def _fill_packed(directory: Path, bundle: Bundle, report: Callable[[str], None]) -> BuiltTarget:
+    models = lower_for_kernels(bundle)
+    weights = TargetWeights(list(models.values()))
+    report(_memory(dict(zip(models, weights.sizes, strict=True)), weights.size))
+    weights.place()
+    for graph, model in models.items():
+        (directory / graph_file(graph)).write_bytes(ir.to_proto(model).SerializeToString())
+    digest = weights.write(directory / WEIGHTS_FILE)
+    graphs: dict[GraphName, TargetGraph] = {}
+    for graph in bundle.contract.graphs:
+        source: GraphName = graph if graph in models else "prefill"
+        graphs[graph] = TargetGraph(graph_file(source), source, None, {})
+    contract = widened_contract(bundle.contract, ("bfloat16", "float16"))
+    options = {"kernels": "kvgraph"}
+    return BuiltTarget(
+        _onnxruntime_version(), contract, graphs, options=options, hashes={WEIGHTS_FILE: digest}
     )
-    return replace(contract, state=state)
+
+
+def _fill_plain(directory: Path, bundle: Bundle, report: Callable[[str], None]) -> BuiltTarget:
+    size = bundle.files[WEIGHTS_FILE].size
+    report(f"weights {size / 1e6:.1f} MB, the bundle's own; ONNX Runtime may repack them for each graph")
+    for graph, content in lower_for_ort_cpu(bundle).items():
+        (directory / graph_file(graph)).write_bytes(content)
+    graphs = {graph: TargetGraph(graph_file(graph), graph, None, {}) for graph in bundle.contract.graphs}
+    options = {"kernels": "onnxruntime"}
+    return BuiltTarget(_onnxruntime_version(), widened_contract(bundle.contract), graphs, options=options)
+
+
+def _memory(sizes: dict[GraphName, int], total: int) -> str:
+    """What the weights take on the disk and, mapped from there, in memory."""
+    if len(sizes) == 1:
+        return f"weights {total / 1e6:.1f} MB, one copy for prefill and decode"
+    parts = ", ".join(f"{graph} {size / 1e6:.1f} MB" for graph, size in sizes.items())
+    return f"weights {total / 1e6:.1f} MB: {parts}"
+
+
+def widened_contract(contract: Contract, dtypes: tuple[str, ...] = ("bfloat16",)) -> Contract:
+    """The contract with float32 caches, an encoder's included, where they were of one of `dtypes`."""
+    state = tuple(
+        replace(tensor, dtype="float32") if tensor.dtype in dtypes else tensor for tensor in contract.state
+    )
+    encoder = contract.encoder
+    if encoder is not None:
+        cross = (
+            replace(tensor, dtype="float32") if tensor.dtype in dtypes else tensor for tensor in encoder.cross
+        )
+        encoder = replace(encoder, cross=tuple(cross))
+    return replace(contract, state=state, encoder=encoder)
 
 
 def _onnxruntime_version() -> str:

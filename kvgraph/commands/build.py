@@ -28,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.add_argument("bundle", metavar="BUNDLE", help="directory from kvgraph export or kvgraph quantize")
     parser.add_argument("--target", required=True, choices=_TARGETS, help="what to build")
+    parser.add_argument(
+        "--kernels",
+        choices=("kvgraph", "onnxruntime"),
+        help="ort-cpu only: kvgraph's own operators, or those of ONNX Runtime alone (default: kvgraph, if this "
+        "installation has them)",
+    )
     engine = parser.add_argument_group("engines of TensorRT and TensorRT-RTX")
     engine.add_argument("--max-batch", type=int, metavar="N", help="most rows (default 1)")
     engine.add_argument(
@@ -79,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build_tensorrt(bundle: Bundle, args: argparse.Namespace) -> Target:
+    if args.kernels is not None:
+        raise ValueError(f"--kernels is for ort-cpu, the target is {args.target}; leave it out")
     from kvgraph.export.targets.tensorrt import TensorRTOptions, build_tensorrt
 
     options = TensorRTOptions(**{name: getattr(args, name) for name in _ENGINE_FLAGS.values()})
@@ -93,4 +101,4 @@ def _build_ort(bundle: Bundle, args: argparse.Namespace) -> Target:
             raise ValueError(
                 f"{flag} is for {' and '.join(_TENSORRT)}, the target is {args.target}; leave it out"
             )
-    return build_ort_cpu(bundle)
+    return build_ort_cpu(bundle, args.kernels or "kvgraph", report=print)

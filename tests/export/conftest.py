@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 import resource
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -18,8 +20,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from kvgraph.export import exporter
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.exporter import TracedModel, trace_model
+from kvgraph.export.targets.ort_cpu import build_ort_cpu
 from kvgraph.models.checkpoint import open_checkpoint
 from kvgraph.models.layers import Precision
+from kvgraph.runtime.kernels import library_path
+from kvgraph.runtime.open import open_session
 from kvgraph.runtime.ort import OrtSession
 from kvgraph.runtime.session import Cache, Floats, Ids, Session
 
@@ -73,6 +78,21 @@ def ort() -> Callable[..., OrtSession]:
         return OrtSession(Bundle.open(path), threads=1, debug_outputs=debug_outputs)
 
     return lambda bundle, debug_outputs=False: open_path(bundle.path, debug_outputs)
+
+
+@pytest.fixture(scope="session")
+def kernels() -> Callable[[Bundle], Session]:
+    """A bundle built for a CPU with kvgraph's own kernels."""
+
+    @functools.cache
+    def open_path(path: Path) -> Session:
+        if library_path() is None:
+            pytest.skip("kvgraph's CPU kernels are not compiled in this installation")
+        bundle = Bundle.open(path)
+        build_ort_cpu(bundle)
+        return open_session(bundle, "ort-cpu", threads=1)
+
+    return lambda bundle: open_path(bundle.path)
 
 
 @pytest.fixture(scope="session")
@@ -151,3 +171,16 @@ def file_limit() -> Iterator[int]:
     yield 4096
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.fixture(scope="session")
+def packed_reference(repository: Path) -> ModuleType:
+    """`packed_operators.py`: the operators of kvgraph's CPU kernels in NumPy."""
+    spec = importlib.util.spec_from_file_location(
+        "packed_reference", repository / "tests" / "export" / "packed_operators.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

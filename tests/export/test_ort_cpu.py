@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from kvgraph.cli import main
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.passes.widen_floats import widen_floats
-from kvgraph.export.targets.ort_cpu import build_ort_cpu
+from kvgraph.export.targets.ort_cpu import KERNELS, build_ort_cpu
 from kvgraph.runtime.open import open_session
 from kvgraph.runtime.ort import OrtSession
 
@@ -31,7 +31,9 @@ def bundle(exported: Exported, tiny_llama: TinyLlama) -> Bundle:
     return exported(tiny_llama(tie_word_embeddings=True), dtype="bfloat16")
 
 
+@pytest.mark.parametrize("form", KERNELS)
 def test_a_bfloat16_bundle_computes_in_float32_over_rounded_weights(
+    form: Any,
     bundle: Bundle,
     tiny_llama: TinyLlama,
     reference: Callable[[Path], Any],
@@ -39,7 +41,7 @@ def test_a_bfloat16_bundle_computes_in_float32_over_rounded_weights(
     random_ids: Callable[..., Any],
     tmp_path: Path,
 ) -> None:
-    build_ort_cpu(bundle)
+    build_ort_cpu(bundle, form)
     ids = random_ids(2, 12)
     found = teacher_forced(open_session(bundle, "ort-cpu"), ids, [5, 3, *[1] * 4])
     rounded = rounded_checkpoint(tiny_llama(tie_word_embeddings=True), tmp_path)
@@ -59,7 +61,7 @@ def rounded_checkpoint(checkpoint: Path, output: Path) -> Path:
 
 
 def test_the_weights_are_not_copied(bundle: Bundle) -> None:
-    target = build_ort_cpu(bundle)
+    target = build_ort_cpu(bundle, "onnxruntime")
     assert sorted(target.files) == ["decode.onnx", "prefill.onnx"]
     assert external_data(target.graph_path("prefill")) == external_data(bundle.graph_path("prefill"))
 
@@ -73,8 +75,9 @@ def external_data(graph: Path) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def test_the_contract_says_float32(bundle: Bundle) -> None:
-    target = build_ort_cpu(bundle)
+@pytest.mark.parametrize("form", KERNELS)
+def test_the_contract_says_float32(form: Any, bundle: Bundle) -> None:
+    target = build_ort_cpu(bundle, form)
     assert {tensor.dtype for tensor in target.contract.state} == {"float32"}
     assert target.compute_capabilities == ()
     assert target.limits is None
@@ -82,7 +85,7 @@ def test_the_contract_says_float32(bundle: Bundle) -> None:
 
 @pytest.mark.parametrize("graph", ["prefill", "decode"])
 def test_no_bfloat16_is_computed(bundle: Bundle, graph: Any, tmp_path: Path) -> None:
-    built = build_ort_cpu(bundle).graph_path(graph)
+    built = build_ort_cpu(bundle, "onnxruntime").graph_path(graph)
     # The checker looks for external data beside the graph.
     shutil.copy(bundle.path / "weights.safetensors", tmp_path)
     shutil.copy(built, tmp_path / "model.onnx")
@@ -121,7 +124,7 @@ def test_constants_and_casts_are_widened() -> None:
 
 def test_other_types_are_left_as_they_are(exported: Exported, tiny_llama: TinyLlama) -> None:
     bundle = exported(tiny_llama(), dtype="float32")
-    target = build_ort_cpu(bundle)
+    target = build_ort_cpu(bundle, "onnxruntime")
     assert target.contract == bundle.contract
     ids, past = np.array([[1, 2, 3]]), np.array([0])
     sessions = (open_session(bundle, "ort-cpu"), OrtSession(bundle))
@@ -129,9 +132,13 @@ def test_other_types_are_left_as_they_are(exported: Exported, tiny_llama: TinyLl
     np.testing.assert_array_equal(found, expected)
 
 
-def test_the_command_prints_one_line(bundle: Bundle, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["build", str(bundle.path), "--target", "ort-cpu"]) == 0
+def test_the_command_prints_the_weights_and_the_target(
+    bundle: Bundle, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["build", str(bundle.path), "--target", "ort-cpu", "--kernels", "onnxruntime"]) == 0
     output = capfd.readouterr()
+    assert len(output.out.splitlines()) == 2
+    assert output.out.startswith("weights 0.0 MB, the bundle's own")
     assert "targets/ort-cpu: ort-cpu 1." in output.out
     assert "CPU, decode.onnx, prefill.onnx" in output.out
     assert output.err == ""

@@ -95,8 +95,8 @@ def run_exactly() -> Callable[[Bundle], OrtSession]:
     """
     options = kvgraph.runtime.ort.session_options
 
-    def exact_options(threads: int | None, mapped_weights: bool) -> object:
-        found = options(threads, mapped_weights)
+    def exact_options(threads: int | None, mapped_weights: bool, library: Path | None = None) -> object:
+        found = options(threads, mapped_weights, library)
         found.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         return found
 
