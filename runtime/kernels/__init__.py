@@ -6,10 +6,10 @@ weights, which one UINT8 tensor holds in panels of 16 output columns (`kvgraph.e
 | operator | inputs | result |
 |---|---|---|
 | `PackedLinear` | x [..., K], weights, bias [N], residual [..., M] | act(x W + bias) + residual, or act(gate) * up |
-| `PackedGather` | weights, ids int64 [...] | columns of W, [..., K]: rows of an embedding table stored as its tied head |
+| `PackedGather` | weights, ids int64 [...] | columns of W, [..., K]: rows of a table stored as its tied head |
 | `CachedAttention` | qkv, past_length, past_key, past_value, cos, sin, q_norm, k_norm | attention over the cache |
 
-Each has kernels for AVX-512 with VNNI, for AVX2, and for any other processor; the library chooses when it is loaded.
+Each has kernels for AMX, for AVX-512 with VNNI, for AVX2, and for any other processor; the library takes the best.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAME = "_operators"
 
 
 def library_path() -> Path | None:
-    """The shared library of operators, None where it was not compiled: the machine that installed had no C++ compiler."""
+    """The shared library of operators, None where there was no C++ compiler to make it."""
     for suffix in EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(_NAME + suffix)
         if path.is_file():
@@ -31,10 +31,16 @@ def library_path() -> Path | None:
 
 
 def instruction_set() -> str | None:
-    """What the operators use on this processor: "avx512-vnni", "avx2" or "generic"; None without the library."""
+    """What the operators use here: "amx-int8", "avx512-vnni", "avx2" or "generic"; None without the library."""
     path = library_path()
     if path is None:
         return None
     name = ctypes.CDLL(str(path)).kvgraph_instruction_set
     name.restype = ctypes.c_char_p
     return str(name().decode())
+
+
+def choose_instruction_set(name: str) -> bool:
+    """Use another one from now on, in every session of this process; False where the processor lacks it."""
+    path = library_path()
+    return path is not None and bool(ctypes.CDLL(str(path)).kvgraph_choose_instruction_set(name.encode()))

@@ -1,24 +1,51 @@
+#include <atomic>
 #include <stdexcept>
+#include <vector>
 
 #include "kernels.h"
 
 namespace kvgraph {
 
-const Kernels& kernels() {
+namespace {
+
+// Those that this processor has, the best first.
+const std::vector<const Kernels*>& available() {
+    static const std::vector<const Kernels*> tables = [] {
+        std::vector<const Kernels*> found;
 #if defined(__x86_64__)
-    static const Kernels* best = [] {
+        static const Kernels amx = amx_kernels();
         __builtin_cpu_init();
         if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-            return &kAvx512Kernels;
+            if (amx_available()) found.push_back(&amx);
+            found.push_back(&kAvx512Kernels);
         }
-        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &kAvx2Kernels;
-        return &kGenericKernels;
-    }();
-    return *best;
-#else
-    return kGenericKernels;
+        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&kAvx2Kernels);
 #endif
+        found.push_back(&kGenericKernels);
+        return found;
+    }();
+    return tables;
+}
+
+std::atomic<const Kernels*> chosen{nullptr};
+
+}  // namespace
+
+const Kernels& kernels() {
+    const Kernels* table = chosen.load(std::memory_order_relaxed);
+    if (table == nullptr) chosen.store(table = available().front(), std::memory_order_relaxed);
+    return *table;
+}
+
+bool choose_kernels(const std::string& name) {
+    for (const Kernels* table : available()) {
+        if (name == table->name) {
+            chosen.store(table, std::memory_order_relaxed);
+            return true;
+        }
+    }
+    return false;
 }
 
 int64_t Packing::block_bytes() const {

@@ -28,8 +28,10 @@ struct BFloat16Weights {
 };
 
 template <class Weights, int rows>
-void float_rows(const float* input, int64_t size, const uint8_t* panel, float* tile) {
-    Floats sum[rows] = {};
+void float_rows(const float* input, int64_t size, const uint8_t* panel, bool add, float* tile) {
+    Floats sum[rows];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; ++r) sum[r] = add ? load(tile + r * 16) : Floats{};
     for (int64_t k = 0; k < size; ++k) {
         const Floats weights = Weights::at(panel + k * Weights::kBytes);
         __builtin_prefetch(panel + k * Weights::kBytes + 2048);
@@ -41,17 +43,17 @@ void float_rows(const float* input, int64_t size, const uint8_t* panel, float* t
 }
 
 template <class Weights, int rows>
-void float_count(const float* input, int64_t size, int count, const uint8_t* panel, float* tile) {
-    if (count == rows) return float_rows<Weights, rows>(input, size, panel, tile);
-    if constexpr (rows > 1) float_count<Weights, rows - 1>(input, size, count, panel, tile);
+void float_count(const float* input, int64_t size, int count, const uint8_t* panel, bool add, float* tile) {
+    if (count == rows) return float_rows<Weights, rows>(input, size, panel, add, tile);
+    if constexpr (rows > 1) float_count<Weights, rows - 1>(input, size, count, panel, add, tile);
 }
 
 template <int rows>
-void float_tile(Format format, const float* input, int64_t size, int count, const uint8_t* panel, float* tile) {
+void float_tile(Format format, const float* input, int64_t size, int count, const uint8_t* panel, bool add, float* tile) {
     switch (format) {
-        case Format::kFloat16: return float_count<Float16Weights, rows>(input, size, count, panel, tile);
-        case Format::kBFloat16: return float_count<BFloat16Weights, rows>(input, size, count, panel, tile);
-        default: return float_count<Float32Weights, rows>(input, size, count, panel, tile);
+        case Format::kFloat16: return float_count<Float16Weights, rows>(input, size, count, panel, add, tile);
+        case Format::kBFloat16: return float_count<BFloat16Weights, rows>(input, size, count, panel, add, tile);
+        default: return float_count<Float32Weights, rows>(input, size, count, panel, add, tile);
     }
 }
 
@@ -141,9 +143,10 @@ void gather(const Packing& packing, const uint8_t* panel, int column, int64_t si
     }
 }
 
+// (1 + tanh(u)) / 2 = 1 / (1 + e^-2u).
 inline Floats gelu_tanh(Floats x) {
-    const float root = 0.7978845608f;  // of 2 / pi
-    return 0.5f * x * (1.0f + hyperbolic_tangent(root * (x + 0.044715f * x * x * x)));
+    const float twice_root = 1.5957691216f;  // of 2 / pi
+    return x / (1.0f + exponential(-twice_root * (x + 0.044715f * x * x * x)));
 }
 
 void activate(int activation, float* numbers) {

@@ -9,7 +9,7 @@ namespace kvgraph {
 
 constexpr int64_t kPanel = 16;  // columns of a panel of packed weights
 constexpr int64_t kBlock = 32;  // rows of weights that share a scale, and inputs that share one
-constexpr int kMaxRows = 16;    // rows of the input that any kernel takes at once
+constexpr int kMaxRows = 64;    // rows of the input that any kernel takes at once, and that its tile has room for
 
 enum class Format { kFloat32, kFloat16, kBFloat16, kInt8, kInt8Block, kInt4, kUint4 };
 
@@ -40,10 +40,11 @@ struct Kernels {
     int float_rows;  // that `float_tile` takes
 
     // tile[row * 16 + column] = input row . panel column, for the `count` rows of the tile that starts at row `first`.
-    // Float inputs are those of the tile alone, [in_features, count].
+    // Float inputs are those of the tile alone, [in_features, count], and may be added in several parts of in_features.
+    // Integer kernels may read 512 bytes behind the last row, and write rubbish to the rows of the tile behind `count`.
     void (*integer_tile)(const Packing&, const Rounded&, int64_t first, int count, const uint8_t* panel, float* tile);
     void (*float_tile)(
-        Format, const float* input, int64_t in_features, int count, const uint8_t* panel, float* tile);
+        Format, const float* input, int64_t in_features, int count, const uint8_t* panel, bool add, float* tile);
 
     // One row of a tile of `rows` in int8, written to its places in the tile: a scale for each block, or one scale
     // (given, or 0 for that of the largest value). Returns whether -128 occurs.
@@ -62,13 +63,16 @@ struct Kernels {
     void (*attend_tile)(const struct AttendTile&);
 };
 
-// Of the best instruction set that this processor has.
+// Of the best instruction set that this processor has, or of the one chosen by name; false where it lacks that one.
 const Kernels& kernels();
+bool choose_kernels(const std::string& name);
 
 extern const Kernels kGenericKernels;
 #if defined(__x86_64__)
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
+bool amx_available();
+Kernels amx_kernels();
 #endif
 
 enum Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };

@@ -5,6 +5,12 @@
 
 namespace kvgraph {
 
+namespace {
+// Rows of the input that pass one panel after another, and how much of the input they may be.
+constexpr int64_t kStripRows = 128, kStripBytes = 1 << 20;
+static_assert(kStripRows >= kMaxRows);
+}  // namespace
+
 struct PackedLinear::Operands {
     const float* input;
     Rounded rounded;
@@ -43,7 +49,7 @@ void PackedLinear::arrange(const Call& call, Operands& operands) const {
     thread_local Scratch scratch;
     const size_t value_bytes = static_cast<size_t>(rows * padded) * (floats ? sizeof(float) : 1);
     const size_t scale_bytes = static_cast<size_t>(rows * scales) * sizeof(float);
-    char* memory = static_cast<char*>(scratch.reserve(value_bytes + 2 * scale_bytes + static_cast<size_t>(rows)));
+    char* memory = static_cast<char*>(scratch.reserve(value_bytes + 2 * scale_bytes + static_cast<size_t>(rows) + 512));
     auto* factors = reinterpret_cast<float*>(memory + value_bytes);
     auto* sums = reinterpret_cast<int32_t*>(memory + value_bytes + scale_bytes);
     auto* minimum = reinterpret_cast<bool*>(memory + value_bytes + 2 * scale_bytes);
@@ -99,43 +105,59 @@ void PackedLinear::run(const Call& call) const {
 
 // Units begin ... end - 1, a unit being a panel, or two where one is the gate of the other.
 void PackedLinear::panels(const Operands& operands, int64_t begin, int64_t end) const {
-    const Kernels& kernel = kernels();
-    const bool floats = input_ == kNotRounded;
-    const int64_t step = floats ? kernel.float_rows : kernel.rows, panel_bytes = packing_.panel_bytes(in_features_);
-    const int count = gate_ == kNone ? 1 : 2;
+    const int64_t step = input_ == kNotRounded ? kernels().float_rows : kernels().rows;
+    const int64_t panel_bytes = packing_.panel_bytes(in_features_);
+    const int parts = gate_ == kNone ? 1 : 2;
     // So many rows that what they need of the input stays in the second-level cache too.
-    const int64_t input_bytes = in_features_ * (floats ? 4 : 1);
-    const int64_t strip = std::max<int64_t>(step, 524288 / input_bytes / step * step);
-    alignas(64) float tile[2 * kMaxRows * kPanel];
+    const int64_t row_bytes = in_features_ * (input_ == kNotRounded ? 4 : 1);
+    const int64_t strip = std::clamp<int64_t>(kStripBytes / row_bytes / step, 1, kStripRows / step) * step;
+    alignas(64) float tiles[2][kStripRows * kPanel];
     for (int64_t top = 0; top < operands.rows; top += strip) {
         const int64_t bottom = std::min(operands.rows, top + strip);
         for (int64_t unit = begin; unit < end; ++unit) {
-            for (int64_t row = top; row < bottom; row += step) {
-                const int rows = static_cast<int>(std::min(step, bottom - row));
-                for (int part = 0; part < count; ++part) {
-                    const uint8_t* panel = operands.weights + (unit * count + part) * panel_bytes;
-                    float* to = tile + part * kMaxRows * kPanel;
-                    if (floats) {
-                        kernel.float_tile(packing_.format, operands.input + row * in_features_, in_features_, rows,
-                                          panel, to);
-                    } else {
-                        kernel.integer_tile(packing_, operands.rounded, row, rows, panel, to);
-                    }
-                }
-                for (int r = 0; r < rows; ++r) finish(operands, unit, row + r, tile + r * kPanel);
+            for (int part = 0; part < parts; ++part) {
+                const uint8_t* panel = operands.weights + (unit * parts + part) * panel_bytes;
+                if (input_ == kNotRounded) float_panel(operands, top, bottom, panel, tiles[part]);
+                else integer_panel(operands, top, bottom, panel, tiles[part]);
+            }
+            for (int64_t row = top; row < bottom; ++row) {
+                finish(operands, unit, row, tiles[0] + (row - top) * kPanel, tiles[1] + (row - top) * kPanel);
             }
         }
     }
 }
 
+// The rows top ... bottom - 1 times one panel.
+void PackedLinear::integer_panel(const Operands& operands, int64_t top, int64_t bottom, const uint8_t* panel,
+                                 float* tile) const {
+    for (int64_t row = top; row < bottom; row += kernels().rows) {
+        const int count = static_cast<int>(std::min<int64_t>(kernels().rows, bottom - row));
+        kernels().integer_tile(packing_, operands.rounded, row, count, panel, tile + (row - top) * kPanel);
+    }
+}
+
+// The same in slices of in_features, whose weights stay in the first-level cache while the rows pass.
+void PackedLinear::float_panel(const Operands& operands, int64_t top, int64_t bottom, const uint8_t* panel,
+                               float* tile) const {
+    const int64_t step = kernels().float_rows, line = packing_.format == Format::kFloat32 ? 64 : 32;
+    const int64_t slice = bottom - top <= step ? in_features_ : 256;
+    for (int64_t k = 0; k < in_features_; k += slice) {
+        const int64_t depth = std::min(slice, in_features_ - k);
+        for (int64_t row = top; row < bottom; row += step) {
+            const int count = static_cast<int>(std::min(step, bottom - row));
+            kernels().float_tile(packing_.format, operands.input + row * in_features_ + k * count, depth, count,
+                                 panel + k * line, k > 0, tile + (row - top) * kPanel);
+        }
+    }
+}
+
 // One row of a unit: bias, activation, residual, and the columns that are not padding.
-void PackedLinear::finish(const Operands& operands, int64_t unit, int64_t row, float* tile) const {
+void PackedLinear::finish(const Operands& operands, int64_t unit, int64_t row, float* tile, float* up) const {
     const int64_t column = unit * kPanel, count = std::min(kPanel, width_ - column);
     if (operands.bias != nullptr) {
         for (int64_t c = 0; c < count; ++c) tile[c] += operands.bias[column + c];
     }
     if (gate_ != kNone) {
-        float* up = tile + kMaxRows * kPanel;
         if (operands.bias != nullptr) {
             for (int64_t c = 0; c < count; ++c) up[c] += operands.bias[width_ + column + c];
         }

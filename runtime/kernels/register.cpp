@@ -84,7 +84,10 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
     return AddCustomOpDomain::of(api)(options, domain);
 }
 
-// The instruction set in use, for reports and tests.
+// The instruction set in use, for reports; another one, for tests.
 extern "C" __attribute__((visibility("default"))) const char* kvgraph_instruction_set() {
     return kvgraph::kernels().name;
+}
+extern "C" __attribute__((visibility("default"))) int kvgraph_choose_instruction_set(const char* name) {
+    return kvgraph::choose_kernels(name) ? 1 : 0;
 }
