@@ -157,8 +157,9 @@ class Beams:
         parents, token_ids = np.divmod(best, logits.shape[1])
         length = self.tokens.shape[1] + 1
         ends = np.isin(token_ids, self._eos) | (length == self._most)
-        # A text that ends ranks among the texts only if it ranks among the beams.
-        for index in np.flatnonzero(ends[: self._params.num_beams]):
+        # A text that ends ranks among the texts only if it ranks among the beams, and if its tokens may come at all.
+        ranked = ends & np.isfinite(scores[best])
+        for index in np.flatnonzero(ranked[: self._params.num_beams]):
             tokens = np.append(self.tokens[parents[index]], token_ids[index])
             self.finished.append((self._per_length(scores[best[index]], length), tokens))
         self.finished = sorted(self.finished, key=lambda text: -text[0])[: self._params.num_beams]

@@ -250,6 +250,14 @@ def test_logits_that_are_no_numbers_are_an_error():
         log_softmax(np.array([[1.0, 2.0], [np.nan, 0.0]], np.float32))
 
 
+def test_tokens_that_cannot_come_finish_no_text():
+    beams = Beams(np.array([1]), 5, GenerationParams(num_beams=3, early_stopping=True), (0, 1, 2), 97)
+    logits = np.full((1, 97), -np.inf, np.float32)
+    logits[0, 50] = 0
+    beams.advance(logits)
+    assert (beams.finished, beams.done, beams.tokens[0].tolist()) == ([], False, [50])
+
+
 @pytest.mark.parametrize("size", [3, 512, 513, 5000, 30000])
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_largest_are_those_of_a_stable_sort(size, count):
