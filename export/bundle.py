@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvgraph.export.bundle_consistency import check_consistent
 from kvgraph.export.contract import Contract, GraphName, graph_file
 
 SCHEMA_VERSION = 1
@@ -126,7 +127,17 @@ class Bundle:
             raise ValueError(f"{file}: {error}") from error
         if missing := [graph_file(graph) for graph in contract.graphs if graph_file(graph) not in files]:
             raise ValueError(f"{file}: does not list {', '.join(missing)}; export the bundle again")
+        check_consistent(file, bundle.config, bundle.dtype, bundle.residual_dtype, contract)
         return bundle
+
+    def verify_graphs(self) -> None:
+        """Hash the graphs, which are small beside the weights.
+
+        Raises:
+            ValueError: One was changed.
+        """
+        for graph in self.contract.graphs:
+            _check_file(self.path, graph_file(graph), self.files[graph_file(graph)], verify=True)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
