@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from kvgraph.runtime.beam import beam_search
 from kvgraph.runtime.generation import Event, FinishReason, Generation, GenerationParams, collect
@@ -162,14 +163,14 @@ def _check_prompts(session: Session, prompts: Sequence[ArrayLike], tokenizer: To
 
 def _check_prompt(row: int, prompt: ArrayLike, session: Session, tokenizer: Tokenizer | None) -> Ids:
     """A prompt as [tokens] int64, not empty."""
-    ids = np.asarray(prompt)
+    ids = _as_array(row, prompt)
     if ids.size == 0:
         if tokenizer is None or tokenizer.bos_token_id is None:
             raise ValueError(
                 f"prompt {row} has no tokens, and there is no BOS to begin with; give at least one"
             )
         return np.array([tokenizer.bos_token_id], np.int64)
-    if ids.dtype.kind not in "iu":
+    if ids.dtype.kind not in "iuO":
         raise TypeError(f"prompt {row} is of {ids.dtype}, expected integers")
     if ids.ndim != 1:
         raise ValueError(f"prompt {row} has shape {list(ids.shape)}, expected one dimension")
@@ -181,6 +182,19 @@ def _check_prompt(row: int, prompt: ArrayLike, session: Session, tokenizer: Toke
             f"prompt {row}: token {place} is {ids[place]}, expected 0 <= id < {vocab_size} (the vocabulary)"
         )
     return ids.astype(np.int64)
+
+
+def _as_array(row: int, prompt: ArrayLike) -> NDArray[Any]:
+    """A prompt as an array; of Python's own integers where one is larger than NumPy's."""
+    try:
+        ids = np.asarray(prompt)
+    except ValueError as error:
+        raise TypeError(f"prompt {row} holds lists of different lengths, expected token ids") from error
+    if ids.dtype.kind == "O":
+        for token in ids.flat:
+            if not isinstance(token, int):
+                raise TypeError(f"prompt {row} holds {token!r}, expected token ids")
+    return ids
 
 
 def _check_past(past_length: Sequence[int] | None, prompts: Sequence[Ids]) -> Ids:

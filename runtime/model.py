@@ -17,6 +17,8 @@ from kvgraph.runtime.open import open_session
 from kvgraph.runtime.session import Cache, Ids, Session
 from kvgraph.runtime.tokenizer import TOKENIZER, Tokenizer
 
+_PROMPTS = "a text, token ids, or a list of texts or of lists of token ids"
+
 # A text, or its token ids.
 Prompt = str | Sequence[int] | Ids
 
@@ -74,8 +76,13 @@ class Model:
         return stream(self.session, self.encode(prompt), self.params(options), self.tokenizer)
 
     def encode(self, prompt: Prompt | list[str] | list[list[int]]) -> list[Any]:
-        """Token ids of each prompt; a text gets the BOS that its tokenizer adds."""
-        prompts = prompt if _is_batch(prompt) else [prompt]
+        """Token ids of each prompt; a text gets the BOS that its tokenizer adds.
+
+        Raises:
+            TypeError: Something is neither a text nor token ids.
+            ValueError: It is a text, and there is no tokenizer.
+        """
+        prompts = _check_batch(prompt) if _is_batch(prompt) else [prompt]
         return [self._need_tokenizer().encode(text) if isinstance(text, str) else text for text in prompts]
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
@@ -148,8 +155,24 @@ def load(
 
 
 def _is_batch(prompt: Any) -> bool:
-    """Whether these are several prompts."""
+    """Whether these are several prompts.
+
+    Raises:
+        TypeError: It is neither a prompt nor a sequence.
+    """
+    if isinstance(prompt, str):
+        return False
     if isinstance(prompt, np.ndarray):
         return prompt.ndim > 1
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+        raise TypeError(f"prompt is a {type(prompt).__name__}, expected {_PROMPTS}")
     # Token ids are numbers; an empty list is no prompt at all, not a prompt without tokens.
-    return not isinstance(prompt, str) and all(not isinstance(item, int | np.integer) for item in prompt)
+    return not any(isinstance(item, int | np.integer) for item in prompt)
+
+
+def _check_batch(prompts: Any) -> Sequence[Any]:
+    for place, prompt in enumerate(prompts):
+        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence | np.ndarray):
+            raise TypeError(f"prompt {place} is a {type(prompt).__name__}, expected a text or token ids")
+    checked: Sequence[Any] = prompts
+    return checked

@@ -22,6 +22,9 @@ _BLOCK = 512
 # In float32 a lower temperature would be 0; this one already takes the likeliest token alone.
 _LOWEST_TEMPERATURE = 1e-30
 
+# Beyond these, a logit of ordinary size leaves the range of float32.
+_PENALTIES = (1e-30, 1e30)
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -53,8 +56,11 @@ class SamplingParams:
         _check_number("top_p", self.top_p, 0.0, 1.0)
         _check_number("min_p", self.min_p, 0.0, 1.0)
         _check_number("repetition_penalty", self.repetition_penalty, 0.0)
-        if self.repetition_penalty == 0:
-            raise ValueError("repetition_penalty is 0, expected more than 0; 1 switches it off")
+        if not _PENALTIES[0] <= self.repetition_penalty <= _PENALTIES[1]:
+            raise ValueError(
+                f"repetition_penalty is {self.repetition_penalty:g}, expected {_PENALTIES[0]:g} to "
+                f"{_PENALTIES[1]:g}; 1 switches it off"
+            )
         _check_integer("top_k", self.top_k)
         if self.seed is not None:
             for seed in (self.seed,) if isinstance(self.seed, int) else self.seed:

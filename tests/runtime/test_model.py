@@ -219,3 +219,28 @@ def test_missing_bundle_is_named(tmp_path):
 def test_options_of_another_kind_are_refused_before_compute(model, options, error, message):
     with pytest.raises(error, match=message):
         model.generate([1, 2], **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        (None, TypeError, "prompt is a NoneType, expected a text, token ids, or a list of texts"),
+        ({"prompt": "a"}, TypeError, "prompt is a dict, expected a text"),
+        ((text for text in ["a"]), TypeError, "prompt is a generator, expected a text"),
+        (b"fox", TypeError, "prompt is a bytes, expected a text"),
+        (5, TypeError, "prompt is a int, expected a text"),
+        ([1, "a"], TypeError, "expected integers"),
+        ([1, None], TypeError, "prompt 0 holds None, expected token ids"),
+        (["a", None], TypeError, "prompt 1 is a NoneType, expected a text or token ids"),
+        (["a", {}], TypeError, "prompt 1 is a dict"),
+        ([[1, [2]]], TypeError, "prompt 0 holds lists of different lengths"),
+        ([1, [2]], TypeError, "prompt 0 holds lists of different lengths"),
+        ([2**70], ValueError, f"prompt 0: token 0 is {2**70}, expected 0 <= id < 97"),
+        ([[1], [2, -(2**70)]], ValueError, f"prompt 1: token 1 is -{2**70}, expected 0 <= id < 97"),
+    ],
+)
+def test_prompts_of_another_kind_are_refused_in_one_line(model, toy, prompt, error, message):
+    with pytest.raises(error, match=message) as caught:
+        model.generate(prompt, max_new_tokens=1)
+    assert "\n" not in str(caught.value)
+    assert toy.calls == []
