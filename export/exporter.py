@@ -25,6 +25,7 @@ from kvgraph.export.architecture import (
 )
 from kvgraph.export.bundle import BUNDLE_FILE, SCHEMA_VERSION, TARGETS, Bundle, FileEntry, hash_file
 from kvgraph.export.contract import GRAPHS, Contract, GraphName, graph_file, hidden_state
+from kvgraph.export.end_tokens import check_end_tokens
 from kvgraph.export.passes.bind_capacity import bind_capacity
 from kvgraph.export.trace import fake_model
 from kvgraph.export.weight_bytes import as_bytes, check_tied, one_thread, weight_pieces
@@ -90,6 +91,7 @@ def export_checkpoint(
     dtype = _known_dtype(options.dtype or checkpoint.dtype(), "dtype")
     residual_dtype = _known_dtype(options.residual_dtype or dtype, "residual_dtype")
     _check_capacity(options.capacity, config)
+    check_end_tokens(checkpoint)
     with writing_directory(output, BUNDLE_FILE, force, (TARGETS,)) as directory:
         # What can be refused at once comes first.
         checkpoint.write_tokenizer(directory)
