@@ -49,5 +49,5 @@ def _part_paths(first: GGUFFile) -> list[Path]:
     if first.metadata.get(NUMBER) != 0 or path != paths[0]:
         raise ValueError(f"{path}: is not the first of its {count} files; give {paths[0].name}")
     if missing := [part.name for part in paths if not part.is_file()]:
-        raise FileNotFoundError(f"{path}: is one of {count} files, of which {', '.join(missing)} are missing")
+        raise FileNotFoundError(f"{path}: is one of {count} files; missing: {', '.join(missing)}")
     return paths

@@ -30,8 +30,7 @@ def weight_files(directory: Path) -> list[Path]:
     files = sorted({directory / shard for shard in read_index(index).values()})
     if missing := [file.name for file in files if not file.is_file()]:
         raise FileNotFoundError(
-            f"{index}: names {len(files)} files, of which {len(missing)} are missing: "
-            f"{_first_few(missing)}; download the checkpoint again"
+            f"{index}: names {len(files)} files; missing: {_first_few(missing)}; download the checkpoint again"
         )
     if single.is_file() and single not in files:
         raise ValueError(
@@ -89,7 +88,8 @@ def _compare_with_index(index: Path, tensors: dict[str, StoredTensor]) -> None:
             )
     if extra := [name for name in tensors if name not in weight_map]:
         where = tensors[extra[0]].file
-        raise ValueError(f"{index}: does not list {len(extra)} tensors, such as {extra[0]!r} in {where}")
+        many = "a tensor," if len(extra) == 1 else f"{len(extra)} tensors, such as"
+        raise ValueError(f"{index}: does not list {many} {extra[0]!r} in {where}")
 
 
 def _nothing_to_read(directory: Path) -> str:

@@ -235,4 +235,4 @@ def _unreadable(spec: WeightSpec) -> str:
 
 def _listed(names: list[str], what: str, count: int = 5) -> str:
     some = ", ".join(names[:count]) + (", ..." if len(names) > count else "")
-    return f"{len(names)} weights are {what}: {some}"
+    return f"{len(names)} {'weight is' if len(names) == 1 else 'weights are'} {what}: {some}"

@@ -119,7 +119,7 @@ def test_masks_and_rotary_tables_of_old_files_are_left_alone(
 )
 def test_tensor_that_the_config_rules_out_is_refused(published: Published, tensor: str) -> None:
     published.rename(lambda tensors: {**tensors, tensor: torch.zeros(4)})
-    with pytest.raises(ValueError, match=f"weights are not expected: {tensor}"):
+    with pytest.raises(ValueError, match=f"1 weight is not expected: {tensor}"):
         TorchSession.open(open_checkpoint(published.path))
 
 
@@ -127,7 +127,7 @@ def test_tensor_that_the_config_rules_out_is_refused(published: Published, tenso
 def test_missing_tensor_is_named(published: Published) -> None:
     missing = next(name for name in load_file(published.path / "model.safetensors") if ".0." in name)
     published.rename(lambda tensors: {name: x for name, x in tensors.items() if name != missing})
-    with pytest.raises(ValueError, match=f"1 weights are missing: {missing}"):
+    with pytest.raises(ValueError, match=f"1 weight is missing: {missing}"):
         TorchSession.open(open_checkpoint(published.path))
 
 

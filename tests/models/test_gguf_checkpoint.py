@@ -130,7 +130,7 @@ def test_several_files_are_one_checkpoint(tmp_path: Path) -> None:
 
 
 DAMAGE: dict[str, dict[str, Any]] = {
-    r"1 weights are missing: model.layers.1.mlp.up_proj.weight; the metadata asks": {
+    r"1 weight is missing: model.layers.1.mlp.up_proj.weight; the metadata asks": {
         "without": "blk.1.ffn_up.weight"
     },
     r"1 weights are not expected: blk.0.attn_scale.weight; the model that the metadata describes": {

@@ -195,7 +195,7 @@ def parts(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_a_missing_part_is_named(parts: tuple[Path, Path]) -> None:
     parts[1].unlink()
-    with pytest.raises(FileNotFoundError, match=r"of which model-00002-of-00002.gguf are missing"):
+    with pytest.raises(FileNotFoundError, match=r"is one of 2 files; missing: model-00002-of-00002.gguf"):
         read_parts(parts[0])
 
 

@@ -126,7 +126,7 @@ def test_check_accepts_what_the_model_expects(single: Path) -> None:
         ),
         (
             {"embed": (13, 5), "norm": (5,)},
-            "model.safetensors: 1 weights are not expected: proj; the model that",
+            "model.safetensors: 1 weight is not expected: proj; the model that",
         ),
         ({**EXPECTED, "embed": (5, 13)}, r"'embed' has shape \[13, 5\], config.json says \[5, 13\]"),
         ({**EXPECTED, "norm": (5, 1)}, r"'norm' has shape \[5\], config.json says \[5, 1\]"),
