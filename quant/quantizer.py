@@ -57,9 +57,8 @@ def quantize_bundle(
         RuntimeError: What was written does not give the weights back.
     """
     _refuse(bundle, plan)
+    refuse_output(bundle, output)
     text = None if evaluation is None else read_evaluation_text(evaluation, bundle)
-    if Path(output).resolve() == bundle.path.resolve():
-        raise ValueError(f"{output}: is the bundle to quantize; choose another output")
     with (
         BundleWeights(bundle) as weights,
         writing_directory(output, BUNDLE_FILE, force, (TARGETS,)) as directory,
@@ -99,6 +98,22 @@ def _fill(
         onnx.checker.check_model(str(directory / graph_file(graph)), full_check=True)
     quantized = _describe(directory, replace(bundle, contract=contract), plan, jobs, layout, sha256)
     return quantized, prove_weights(quantized, weights, choices, jobs)
+
+
+def refuse_output(bundle: Bundle, output: str | Path) -> None:
+    """Refuse an output that is the bundle to quantize, or lies in it or around it.
+
+    Raises:
+        ValueError: It does.
+    """
+    ours, theirs = Path(output).resolve(), bundle.path.resolve()
+    if ours == theirs:
+        raise ValueError(f"{output}: is the bundle to quantize; choose another output")
+    if ours.is_relative_to(theirs) or theirs.is_relative_to(ours):
+        where = "inside" if ours.is_relative_to(theirs) else "around"
+        raise ValueError(
+            f"{output}: lies {where} the bundle to quantize, {bundle.path}; choose another output"
+        )
 
 
 def write_description(bundle: Bundle) -> None:

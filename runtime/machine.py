@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
@@ -19,6 +20,19 @@ _STATUS = Path("/proc/self/status")
 _ROLLUP = Path("/proc/self/smaps_rollup")
 # With these, products of bytes are summed in 32 bits.
 _EXACT_INT8 = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
+
+
+def why_no_gpu() -> str | None:
+    """Why CUDA has no device here, None if it has one."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no NVIDIA driver (libcuda.so.1) is installed"
+    if (status := int(driver.cuInit(0))) != 0:
+        return f"the NVIDIA driver does not start (cuInit gives {status})"
+    count = ctypes.c_int(0)
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    return None if count.value > 0 else "the NVIDIA driver sees no device"
 
 
 @dataclass(frozen=True, slots=True)

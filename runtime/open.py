@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from kvgraph.export.bundle import Bundle
 from kvgraph.runtime.kernels import library_path
+from kvgraph.runtime.machine import why_no_gpu
 from kvgraph.runtime.session import Session
-from kvgraph.runtime.target import Target
+from kvgraph.runtime.target import Target, available_targets
 
 if TYPE_CHECKING:
     from kvgraph.runtime.ort import OrtSession
@@ -49,7 +50,14 @@ def open_session(
         raise ValueError(f"target {target!r} runs on {wanted}, not on {device!r}; leave the device out")
     if threads is not None and kind != "cpu":
         raise ValueError(f"threads is {threads}, but the device is {kind}; it is for a CPU, leave it out")
+    if target == "ort-cuda" and target not in available_targets(bundle):
+        raise FileNotFoundError(
+            f"{bundle.path}: no target 'ort-cuda', and nothing builds one yet; run the bundle itself with the device "
+            f"cuda{'' if (reason := why_no_gpu()) is None else f', on a machine with a GPU: {reason} here'}"
+        )
     built = None if target is None else Target.open(bundle, target, verify)
+    if kind == "cuda" and (reason := why_no_gpu()) is not None:
+        raise RuntimeError(f"device {device or kind}: there is no GPU, {reason}; run on the device cpu")
     if built is None or target in ORT_TARGETS:
         return _open_ort(bundle, built, kind, device_id, threads)
 

@@ -124,7 +124,8 @@ def load_graph(
         )
     except runtime_errors() as error:
         raise RuntimeError(
-            f"{label}: ONNX Runtime {onnxruntime.__version__} does not load it: {error}"
+            f"{graph if isinstance(graph, Path) else label}: ONNX Runtime {onnxruntime.__version__} does not load it: "
+            f"{error}; --verify tells whether the file was changed since it was written: export or build it again then"
         ) from error
     check_providers_in_use(label, session.get_providers(), providers)
     if on_gpu:

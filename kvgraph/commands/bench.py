@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvgraph.files import check_folder
 from kvgraph.table import format_table
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
     names = {field.name for field in fields(BenchOptions)}
     options = BenchOptions(**{name: value for name, value in vars(args).items() if name in names})
+    if args.json is not None:
+        check_folder(args.json)
     bundle = Bundle.open(args.bundle)
     tokenizer = Tokenizer.load(bundle.path, bundle.config) if TOKENIZER in bundle.files else None
 

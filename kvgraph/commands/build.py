@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     from kvgraph.export.bundle import Bundle
 
     bundle = Bundle.open(args.bundle)
+    bundle.verify_graphs()
     target = _build_tensorrt(bundle, args) if args.target in _TENSORRT else _build_ort(bundle, args)
     size = sum(entry.size for entry in target.files.values())
     devices = ", ".join(f"SM{capability}" for capability in target.compute_capabilities) or "CPU"

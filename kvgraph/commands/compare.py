@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraph.commands.perplexity import read_text
+from kvgraph.files import check_folder
 
 if TYPE_CHECKING:
     from kvgraph.export.bundle import Bundle
@@ -73,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
     from kvgraph.runtime.parity_table import format_report
 
     for file in (args.json, args.plot):
-        if file is not None and not Path(file).absolute().parent.is_dir():
-            raise FileNotFoundError(f"{file}: its folder does not exist; make it, or name another file")
+        if file is not None:
+            check_folder(file)
     bundle = Bundle.open(args.bundle)
     candidate = _open_bundle(bundle, args.target, args.layers)
     other = None if args.against is None else Bundle.open(args.against)
@@ -131,6 +132,7 @@ def _open_bundle(bundle: Bundle, target: str | None, layers: bool) -> Session:
         raise ValueError(
             f"--layers compares ONNX graphs on a CPU, target {target!r} is none; leave out one of the two"
         )
+    bundle.verify_graphs()
     graphs = _with_hidden_states(bundle, _graph_paths(bundle, target))
     contract = None if target is None else Target.open(bundle, target).contract
     return OrtSession(bundle, debug_outputs=True, graphs=graphs, contract=contract)

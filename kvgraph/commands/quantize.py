@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvgraph.files import check_folder
+
 if TYPE_CHECKING:
     from kvgraph.export.bundle import Bundle
     from kvgraph.quant.plan import QuantizationPlan
@@ -64,13 +66,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Quantize, print what was done and what it cost, and one line about the result."""
     from kvgraph.export.bundle import Bundle
-    from kvgraph.quant.quantizer import quantize_bundle
+    from kvgraph.quant.quantizer import quantize_bundle, refuse_output
     from kvgraph.quant.report import format_quantization
 
     source, evaluation = (
         Bundle.open(args.bundle, verify=True),
         None if args.evaluation is None else Path(args.evaluation),
     )
+    # Before calibration, which may take an hour.
+    refuse_output(source, args.output)
+    if args.plot is not None:
+        check_folder(args.plot)
     with ExitStack() as stack:
         plan = _plan(args, source, stack)
         bundle = quantize_bundle(source, plan, args.output, evaluation=evaluation, force=args.force)
