@@ -23,6 +23,7 @@ from kvgraph.runtime.ort_load import (
     runtime_errors,
     session_options,
 )
+from kvgraph.runtime.resident_weights import WEIGHTS_FILE, load_weights
 from kvgraph.runtime.session import Cache, Floats, Ids, SessionInfo
 
 
@@ -74,13 +75,16 @@ class OrtSession:
         hidden_names = [hidden_state(layer) for layer in range(self._contract.num_layers + 1)]
         self._sessions: dict[GraphName, Any] = {}
         self._hidden: dict[GraphName, tuple[TensorSpec, ...]] = {}
+        # They outlive the sessions, which use them where they lie.
+        self._weights = {} if library is None or folder is None else load_weights(folder / WEIGHTS_FILE)
         self._decodes_by_prefill = graphs is not None and "decode" not in graphs
         for name in self._contract.graphs:
             if name == "decode" and self._decodes_by_prefill:
                 self._sessions[name], self._hidden[name] = self._sessions["prefill"], self._hidden["prefill"]
                 continue
             label = graph_file(name)
-            options = session_options(threads, mapped and not (pack_weights and name == "prefill"), library)
+            in_file = mapped and not (pack_weights and name == "prefill")
+            options = session_options(threads, in_file, library, self._weights)
             source = bundle.graph_path(name) if graphs is None else graphs[name]
             session = load_graph(label, source, folder or bundle.path, options, providers, device_id)
             check_interface(label, session, self._contract.graph(name), hidden_names)

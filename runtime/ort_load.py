@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kvgraph.export.contract import GraphSpec, TensorSpec
@@ -64,13 +65,19 @@ def check_providers(providers: Sequence[str]) -> None:
             )
 
 
-def session_options(threads: int | None, mapped_weights: bool, library: Path | None = None) -> Any:
+def session_options(
+    threads: int | None,
+    mapped_weights: bool,
+    library: Path | None = None,
+    weights: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
     """Session options that both graphs share.
 
     Args:
         threads: Threads within an operator, None for one a core.
         mapped_weights: Use the weights where they lie in the mapped file instead of in a repacked copy.
         library: The shared library of the operators that are not ONNX Runtime's own.
+        weights: Initializers by name, as OrtValues that outlive the session; it uses them where they lie.
 
     Raises:
         ValueError: `threads` is below 1.
@@ -85,6 +92,8 @@ def session_options(threads: int | None, mapped_weights: bool, library: Path | N
         options.intra_op_num_threads = threads
     if library is not None:
         options.register_custom_ops_library(str(library))
+    for name, value in weights.items():
+        options.add_initializer(name, value)
     if mapped_weights:
         options.add_session_config_entry("session.disable_prepacking", "1")
     if int8_products_saturate():

@@ -149,7 +149,10 @@ def _origin(tensor: ir.TensorProtocol) -> object:
 
 
 def _plan(contents: Sequence[_Content]) -> WeightLayout:
-    entries, tensors, end = {}, [], 0
+    # What a session reads into memory of its own, and how long it is without its padding.
+    packed = {content.name: str(content.size) for content in contents if content.storage is not None}
+    entries: dict[str, object] = {"__metadata__": packed}
+    tensors, end = [], 0
     for content in contents:
         size = content.size + -content.size % _ALIGNMENT
         entries[content.name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}

@@ -188,7 +188,6 @@ void mix_heads(const float* weights, int64_t slots, const float* values, int64_t
     }
     for (; d + 16 <= size; d += 16) mix<heads, 1>(weights, slots, values + d, size, result + d);
     for (; d < size; ++d) {
-#pragma GCC unroll 16
         for (int h = 0; h < heads; ++h) {
             float sum = 0;
             for (int64_t j = 0; j < slots; ++j) sum += weights[h * slots + j] * values[j * size + d];
@@ -197,14 +196,35 @@ void mix_heads(const float* weights, int64_t slots, const float* values, int64_t
     }
 }
 
+template <int heads>
+void mix_count(int64_t count, const float* weights, int64_t slots, const float* values, int64_t size, float* result) {
+    if (count == heads) return mix_heads<heads>(weights, slots, values, size, result);
+    if constexpr (heads > 1) mix_count<heads - 1>(count, weights, slots, values, size, result);
+}
+
+// One query against `slots` keys: sixteen at a time, whose sums of lanes are taken together.
+void score(const float* query, const float* keys, int64_t slots, int64_t size, float* scores) {
+    int64_t j = 0;
+    for (; j + 16 <= slots && size % 16 == 0; j += 16) {
+        Floats sums[16] = {};
+        for (int64_t d = 0; d < size; d += 16) {
+            const Floats part = load(query + d);
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; ++i) sums[i] += part * load(keys + (j + i) * size + d);
+        }
+        store(scores + j, sum_each(sums));
+    }
+    for (; j < slots; ++j) scores[j] = dot(query, keys + j * size, size);
+}
+
 void attend_one(const AttendOne& one) {
     const int64_t slots = one.end - one.begin, size = one.size;
     const float* keys = one.keys + one.begin * size;
     const float* values = one.values + one.begin * size;
-    for (int64_t j = 0; j < slots; ++j) {
-        __builtin_prefetch(keys + (j + 4) * size);
+    for (int64_t j = 0; j < slots; j += 16) {
+        const int64_t count = slots - j < 16 ? slots - j : 16;
         for (int64_t h = 0; h < one.heads; ++h) {
-            one.scores[h * slots + j] = dot(one.queries + h * size, keys + j * size, size);
+            score(one.queries + h * size, keys + j * size, count, size, one.scores + h * slots + j);
         }
     }
     for (int64_t h = 0; h < one.heads; ++h) {
@@ -225,11 +245,10 @@ void attend_one(const AttendOne& one) {
         one.maximum[h] = maximum;
         one.sum[h] = sum + sum_lanes(part);
     }
-    int64_t h = 0;
-    for (; h + kMixHeads <= one.heads; h += kMixHeads) {
-        mix_heads<kMixHeads>(one.scores + h * slots, slots, values, size, one.result + h * size);
+    for (int64_t h = 0; h < one.heads; h += kMixHeads) {
+        const int64_t count = one.heads - h < kMixHeads ? one.heads - h : kMixHeads;
+        mix_count<kMixHeads>(count, one.scores + h * slots, slots, values, size, one.result + h * size);
     }
-    for (; h < one.heads; ++h) mix_heads<1>(one.scores + h * slots, slots, values, size, one.result + h * size);
 }
 
 }  // namespace

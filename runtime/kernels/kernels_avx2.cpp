@@ -35,6 +35,11 @@ inline float reduce(Floats value, const Reduce& step) {
 inline float sum_lanes(Floats value) {
     return reduce(value, [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); });
 }
+inline Floats sum_each(const Floats* values) {
+    Floats sums;
+    for (int i = 0; i < 16; ++i) sums[i] = sum_lanes(values[i]);
+    return sums;
+}
 inline float largest_lane(Floats value) {
     return reduce(value, [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); });
 }

@@ -13,11 +13,31 @@ namespace {
 constexpr int kRows = 6, kColumns = 4, kMixHeads = 4, kMixColumns = 4, kIntegerRows = 16, kFloatRows = 14;
 
 inline Floats load_half(const uint8_t* from) {
-    return reinterpret_cast<Floats>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+    return (Floats)(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 }
-inline float sum_lanes(Floats value) { return _mm512_reduce_add_ps(reinterpret_cast<__m512>(value)); }
-inline float largest_lane(Floats value) { return _mm512_reduce_max_ps(reinterpret_cast<__m512>(value)); }
-inline int32_t sum_lanes(Ints value) { return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(value)); }
+inline float sum_lanes(Floats value) { return _mm512_reduce_add_ps((__m512)value); }
+inline float largest_lane(Floats value) { return _mm512_reduce_max_ps((__m512)value); }
+inline int32_t sum_lanes(Ints value) { return _mm512_reduce_add_epi32((__m512i)value); }
+
+// The sum of each of sixteen values, by adding halves of pairs of them.
+inline Floats sum_each(const Floats* values) {
+    __m512 pairs[8], fours[4];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+        const __m512 a = (__m512)values[2 * i], b = (__m512)values[2 * i + 1];
+        pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+        fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    // Each quarter of fours[i] has parts of the same four sums.
+    auto fold = [](__m512 a, __m512 b) {
+        return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    };
+    return (Floats)fold(fold(fours[0], fours[1]), fold(fours[2], fours[3]));
+}
 
 inline __m512i load_bytes(const uint8_t* from) { return _mm512_loadu_si512(from); }
 

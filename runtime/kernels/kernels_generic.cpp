@@ -31,6 +31,11 @@ inline float sum_lanes(Floats value) {
     for (int i = 0; i < 16; ++i) sum += value[i];
     return sum;
 }
+inline Floats sum_each(const Floats* values) {
+    Floats sums;
+    for (int i = 0; i < 16; ++i) sums[i] = sum_lanes(values[i]);
+    return sums;
+}
 inline float largest_lane(Floats value) {
     float result = value[0];
     for (int i = 1; i < 16; ++i) result = value[i] > result ? value[i] : result;
