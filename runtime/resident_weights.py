@@ -1,8 +1,8 @@
 """A target's weights in memory of its own, in large pages.
 
-A decode step reads every weight once, so it is as fast as memory only if finding each page costs nothing. Pages
-of a mapped file are 4 KiB, and looking one up takes about as long as reading it: on a virtual machine, steps from memory
-in pages of 2 MiB took 18% less time (1B shape, 4 bits). The copy is the only one: graphs share it, ONNX Runtime uses it
+A decode step reads every weight once, so it is as fast as memory only if finding a page costs nothing. Pages of a
+mapped file are 4 KiB, and looking one up takes about as long as reading it: on a virtual machine, steps from memory in
+pages of 2 MiB took 18% less time (1B shape, 4 bits). The copy is the only one: graphs share it, ONNX Runtime uses it
 where it lies, and no page of the file stays mapped.
 """
 
