@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvgraph.export.bundle import BUNDLE_FILE
-from kvgraph.export.contract import GRAPHS, Contract, Dim, GraphName, TensorSpec
+from kvgraph.export.contract import Contract, Dim, GraphName, TensorSpec
 from kvgraph.export.weight_kinds import (
     PartSize,
     WeightKind,
@@ -27,6 +27,7 @@ class CacheSize:
         batch_size: Rows.
         context: Slots a row.
         nbytes: Bytes of so many rows and slots.
+        bytes_per_source_token: Bytes of what the decoder reads of a source's token; 0 without an encoder.
     """
 
     dtypes: tuple[str, ...]
@@ -34,6 +35,7 @@ class CacheSize:
     batch_size: int
     context: int
     nbytes: int
+    bytes_per_source_token: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class TensorGroup:
     """Inputs or outputs of a graph that differ in nothing but their layer.
 
     Attributes:
-        graph: "prefill" or "decode".
+        graph: "prefill", "decode" or "encode".
         direction: "in" or "out".
         name: Their common name, "{i}" for the layer.
         dtype: Of each.
@@ -101,7 +103,7 @@ class Inspection:
         weights: Every kind of weight.
         tied_head: Whether the head is the embedding table, counted there alone.
         cache: Memory of the cache.
-        contract: Inputs and outputs of both graphs; of a checkpoint, those that an export gives.
+        contract: Inputs and outputs of every graph; of a checkpoint, those that an export gives.
         operators: Graph -> operators; None without graphs, or where onnx is not installed.
         files: Name -> bytes.
         targets: What has been built from a bundle.
@@ -193,13 +195,22 @@ def size_cache(contract: Contract, batch_size: int, context: int | None) -> Cach
         _, heads, _, head_dim = tensor.shape
         bytes_per_token += tensor_bytes(tensor.dtype, int(heads) * int(head_dim))
     dtypes = tuple(dict.fromkeys(tensor.dtype for tensor in contract.state))
-    return CacheSize(dtypes, bytes_per_token, batch_size, context, bytes_per_token * batch_size * context)
+    total = bytes_per_token * batch_size * context
+    return CacheSize(dtypes, bytes_per_token, batch_size, context, total, _source_bytes(contract))
+
+
+def _source_bytes(contract: Contract) -> int:
+    """Bytes of all cross tensors of one token of one source."""
+    if contract.encoder is None:
+        return 0
+    sizes = [(tensor.dtype, int(tensor.shape[1]) * int(tensor.shape[3])) for tensor in contract.encoder.cross]
+    return sum(tensor_bytes(dtype, elements) for dtype, elements in sizes)
 
 
 def group_contract(contract: Contract) -> tuple[TensorGroup, ...]:
-    """Inputs and outputs of both graphs, one line for all layers."""
+    """Inputs and outputs of every graph, one line for all layers."""
     groups: list[TensorGroup] = []
-    for graph in GRAPHS:
+    for graph in contract.graphs:
         spec = contract.graph(graph)
         groups += _group(graph, "in", spec.inputs)
         groups += _group(graph, "out", spec.outputs)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvgraph.export.bundle import BUNDLE_FILE, TARGETS, Bundle
-from kvgraph.export.contract import GRAPHS, GraphName
+from kvgraph.export.contract import GraphName
 from kvgraph.export.inspect import BuiltTarget, Inspection, Operators, group_contract, size_cache
 from kvgraph.export.weight_kinds import Weight, group_weights, part_of, size_parts
 
@@ -58,7 +58,7 @@ def _is_parameter(bundle: Bundle, name: str) -> bool:
 def _operators(bundle: Bundle) -> Mapping[GraphName, Operators] | None:
     if importlib.util.find_spec("onnx") is None:
         return None
-    return {graph: count_operators(bundle.graph_path(graph)) for graph in GRAPHS}
+    return {graph: count_operators(bundle.graph_path(graph)) for graph in bundle.contract.graphs}
 
 
 def count_operators(path: Path) -> Operators:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from kvgraph.export.decoder_contract import decoder_contract
+from kvgraph.export.architecture import model_contract
 from kvgraph.export.inspect import Inspection, group_contract, size_cache
 from kvgraph.export.weight_kinds import Weight, group_weights, part_of, size_parts
 from kvgraph.models.checkpoint import Checkpoint, open_checkpoint
 from kvgraph.models.config import DTYPES, ModelConfig
-from kvgraph.models.decoder import Decoder
+from kvgraph.models.encoder_decoder import Model
 from kvgraph.models.family import family
 from kvgraph.models.layers import Precision
 from kvgraph.models.sources import WeightPlan, plan_weights
@@ -37,11 +37,11 @@ def inspect_checkpoint(
     checkpoint = open_checkpoint(source, revision, weights=False)
     config, stored = checkpoint.config, checkpoint.source.kind in ("directory", "gguf")
     dtype = _dtype(checkpoint, config, dtype, stored)
-    decoder = meta_decoder(config, dtype)
+    model = meta_model(config, dtype)
     names = checkpoint.weights().names if stored else ()
-    plan = plan_weights(family(config.model_type), decoder, names)
-    kinds = group_weights(_stored(checkpoint, plan) if stored else _planned(decoder))
-    contract = decoder_contract(decoder)
+    plan = plan_weights(family(config.model_type), model, names)
+    kinds = group_weights(_stored(checkpoint, plan) if stored else _planned(model))
+    contract = model_contract(model)
     return Inspection(
         kind="checkpoint" if stored else "config",
         path=str(source),
@@ -50,7 +50,7 @@ def inspect_checkpoint(
         config=config.to_json(),
         parts=size_parts(kinds),
         weights=kinds,
-        tied_head=decoder.head.lm_head is None,
+        tied_head=model.head.lm_head is None,
         cache=size_cache(contract, batch_size, context),
         contract=group_contract(contract),
         operators=None,
@@ -62,7 +62,7 @@ def inspect_checkpoint(
     )
 
 
-def meta_decoder(config: ModelConfig, dtype: str) -> Decoder:
+def meta_model(config: ModelConfig, dtype: str) -> Model:
     """The module with parameters that have shapes and types and take no memory."""
     torch_dtype = getattr(torch, dtype)
     with torch.device("meta"):
@@ -91,8 +91,8 @@ def _stored(checkpoint: Checkpoint, plan: WeightPlan) -> Iterator[Weight]:
         yield Weight(name, parts[name], dtype, shape)
 
 
-def _planned(decoder: Decoder) -> Iterator[Weight]:
+def _planned(model: Model) -> Iterator[Weight]:
     """The parameters as an export would store them."""
-    for name, parameter in decoder.weights().items():
+    for name, parameter in model.weights().items():
         dtype = str(parameter.dtype).removeprefix("torch.")
         yield Weight(name, part_of(name), dtype, tuple(parameter.shape))

@@ -16,7 +16,9 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _PART_OF_MODULE = {
     "embed_tokens": "embedding",
     "embed_positions": "embedding",
+    "relative_attention_bias": "attention",
     "self_attn": "attention",
+    "cross_attn": "attention",
     "mlp": "ffn",
     "lm_head": "head",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 NAME = "export"
-HELP = "turn a checkpoint into a bundle: two ONNX graphs, their weights and a tokenizer"
+HELP = "turn a checkpoint into a bundle: its ONNX graphs, their weights and a tokenizer"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

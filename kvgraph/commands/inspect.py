@@ -112,6 +112,8 @@ def _cache(found: Inspection) -> str:
     cache = found.cache
     whole = f"batch {cache.batch_size}, context {_number(cache.context)}"
     rows = [("per token", _number(cache.bytes_per_token)), (whole, _number(cache.nbytes))]
+    if cache.bytes_per_source_token:
+        rows.append(("per token of a source", _number(cache.bytes_per_source_token)))
     return _section(f"cache, {', '.join(cache.dtypes)}", ("bytes",), rows, "lr")
 
 
@@ -139,7 +141,7 @@ def _operators(found: Inspection) -> str:
     rows = [(name, *(_number(operators.counts.get(name, 0)) for _, operators in graphs)) for name in names]
     rows.append(("total", *(_number(sum(operators.counts.values())) for _, operators in graphs)))
     rows.append(("opset", *(str(operators.opset) for _, operators in graphs)))
-    return _section("operators", [graph for graph, _ in graphs], rows, "lrr")
+    return _section("operators", [graph for graph, _ in graphs], rows, "l" + "r" * len(graphs))
 
 
 def _files(files: Mapping[str, int]) -> str:
