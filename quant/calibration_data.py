@@ -87,6 +87,11 @@ def read_calibration(
         FileNotFoundError: There is no such file, or the bundle has no tokenizer and the file holds text.
         ValueError: The file is empty, too short, malformed, or holds tokens that the model does not know.
     """
+    if bundle.contract.encoder is not None:
+        raise ValueError(
+            f"{bundle.path}: has an encoder, for which calibration is not implemented; take a weight-only recipe that "
+            "rounds to nearest, such as int8-wo, and leave --calibration out"
+        )
     path, options = Path(path), options or CalibrationOptions()
     _check_options(options, bundle)
     is_ids = path.suffix == ".npy"

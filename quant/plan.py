@@ -118,8 +118,8 @@ class QuantizationPlan:
     cache_ranges: Mapping[str, CacheRange] = field(default_factory=dict)
 
     def graph(self, name: GraphName) -> GraphPlan:
-        """The plan of one graph."""
-        return self.prefill if name == "prefill" else self.decode
+        """The plan of one graph; an encoder's is that of prefill, which it resembles."""
+        return self.decode if name == "decode" else self.prefill
 
     @property
     def name(self) -> str:

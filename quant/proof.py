@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from kvgraph.export.bundle import Bundle
-from kvgraph.export.contract import GRAPHS, GraphName
+from kvgraph.export.contract import GraphName
 from kvgraph.quant.bundle_weights import BundleWeights, as_float32
 from kvgraph.quant.formats import Floats
 from kvgraph.quant.plan import Rescaling
@@ -112,7 +112,7 @@ def prove_weights(
     Raises:
         RuntimeError: A weight or a scale is not what it has to be; nothing of such a bundle should be used.
     """
-    models = {graph: ir.load(bundle.graph_path(graph)) for graph in GRAPHS}
+    models = {graph: ir.load(bundle.graph_path(graph)) for graph in choices}
     found = {graph: find_dequantized(model) for graph, model in models.items()}
     scales = {graph: input_scales(model) for graph, model in models.items()}
     for graph, by_value in scales.items():

@@ -22,7 +22,7 @@ from kvgraph.export.writer import writing_directory
 from kvgraph.quant.bundle_weights import BundleWeights
 from kvgraph.quant.evaluation import evaluate_bundle, read_evaluation_text
 from kvgraph.quant.kv_cache import delta_contract, quantize_cache
-from kvgraph.quant.plan import GraphPlan, QuantizationPlan, round_to_nearest
+from kvgraph.quant.plan import GraphPlan, QuantizationPlan, needs_calibration, round_to_nearest
 from kvgraph.quant.proof import WeightProof, prove_weights
 from kvgraph.quant.rewrite import dequantize_weight, quantize_inputs, quantize_tokens, relocate_weights
 from kvgraph.quant.tensor_jobs import GraphChoice, TensorJob, choose_schemes, plan_jobs
@@ -56,7 +56,7 @@ def quantize_bundle(
         FileExistsError: `output` exists and `force` is off.
         RuntimeError: What was written does not give the weights back.
     """
-    _refuse(bundle, plan)
+    _refuse(bundle, plan, evaluation)
     refuse_output(bundle, output)
     text = None if evaluation is None else read_evaluation_text(evaluation, bundle)
     with (
@@ -79,8 +79,9 @@ def _fill(
     directory: Path, bundle: Bundle, weights: BundleWeights, plan: QuantizationPlan
 ) -> tuple[Bundle, WeightProof]:
     """Graphs, weights and tokenizer of the quantized bundle; its description, and what it says when read back."""
-    models = {graph: ir.load(bundle.graph_path(graph)) for graph in GRAPHS}
-    choices = {graph: choose_schemes(models[graph], plan.graph(graph)) for graph in GRAPHS}
+    graphs = bundle.contract.graphs
+    models = {graph: ir.load(bundle.graph_path(graph)) for graph in graphs}
+    choices = {graph: choose_schemes(models[graph], plan.graph(graph)) for graph in graphs}
     jobs = plan_jobs(choices, plan, {name: stored.dtype for name, stored in weights.tensors.items()})
     layout = plan_layout(_specs(weights, jobs))
     contract = bundle.contract
@@ -92,9 +93,9 @@ def _fill(
             contract = delta_contract(bundle.contract, cache)
         (directory / graph_file(graph)).write_bytes(ir.to_proto(model).SerializeToString())
     sha256 = _write_weights(directory / WEIGHTS_FILE, layout, weights, jobs)
-    for name in sorted(bundle.files.keys() - {WEIGHTS_FILE, *map(graph_file, GRAPHS)}):
+    for name in sorted(bundle.files.keys() - {WEIGHTS_FILE, *map(graph_file, graphs)}):
         shutil.copyfile(bundle.path / name, directory / name)
-    for graph in GRAPHS:
+    for graph in graphs:
         onnx.checker.check_model(str(directory / graph_file(graph)), full_check=True)
     quantized = _describe(directory, replace(bundle, contract=contract), plan, jobs, layout, sha256)
     return quantized, prove_weights(quantized, weights, choices, jobs)
@@ -122,14 +123,32 @@ def write_description(bundle: Bundle) -> None:
     (bundle.path / BUNDLE_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def _refuse(bundle: Bundle, plan: QuantizationPlan) -> None:
+def _refuse(bundle: Bundle, plan: QuantizationPlan, evaluation: Path | None) -> None:
     if bundle.recipe is not None:
         names = dict.fromkeys(recipe["name"] for recipe in bundle.recipe.values())
         raise ValueError(
             f"{bundle.path}: is quantized already ({', '.join(names)}); quantize the float bundle that it was made from"
         )
+    if bundle.contract.encoder is not None:
+        _refuse_for_encoders(bundle, plan, evaluation)
     for graph in GRAPHS:
         _refuse_uncalibrated(plan.graph(graph), plan)
+
+
+def _refuse_for_encoders(bundle: Bundle, plan: QuantizationPlan, evaluation: Path | None) -> None:
+    """What is made for decoder-only models alone: data goes through prefill and decode without a source."""
+    if plan.prefill is not plan.decode:
+        raise ValueError(f"{bundle.path}: has an encoder; give one recipe for all of its graphs")
+    if evaluation is not None:
+        raise ValueError(
+            f"{bundle.path}: has an encoder, and {evaluation} is one text, not sources with their translations; leave "
+            "--evaluation out, and compare the bundles with kvgraph compare --against"
+        )
+    if needs_calibration(plan.prefill.recipe):
+        raise ValueError(
+            f"recipe {plan.prefill.recipe.name!r} needs data, and {bundle.path} has an encoder, for which calibration "
+            "is not implemented; take a weight-only recipe that rounds to nearest, such as int8-wo"
+        )
 
 
 def _refuse_uncalibrated(graph: GraphPlan, plan: QuantizationPlan) -> None:
@@ -220,7 +239,7 @@ def _describe(
         bundle,
         path=directory,
         tool_version=kvgraph.__version__,
-        recipe={graph: plan.graph(graph).recipe.to_json() for graph in GRAPHS},
+        recipe={graph: plan.graph(graph).recipe.to_json() for graph in bundle.contract.graphs},
         weights=_describe_tensors(bundle, jobs, layout),
         files=files,
         versions={**bundle.versions, **{package: version(package) for package in _PACKAGES}},

@@ -86,9 +86,9 @@ def choose_schemes(model: ir.Model, plan: GraphPlan) -> GraphChoice:
 def plan_jobs(
     choices: Mapping[GraphName, GraphChoice], plan: QuantizationPlan, dtypes: Mapping[str, str]
 ) -> list[TensorJob]:
-    """Every tensor to write, quantized ones first: all of prefill's in the order of its graph, then decode's own.
+    """Every tensor to write, quantized ones first: all of the first graph's in its order, then what others add.
 
-    A tensor is stored once where both graphs treat it alike, or only one reads it.
+    A tensor is stored once where its graphs treat it alike, or only one reads it.
 
     Args:
         choices: What the recipes make of the graphs.
@@ -96,12 +96,12 @@ def plan_jobs(
         dtypes: Of every tensor of the float bundle.
     """
     jobs = []
-    for graph in GRAPHS:
+    for graph in choices:
         choice = choices[graph]
         by_tensor = {linear.tensor: linear for linear in choice.schemes}
         others = [name for name in choice.tensors if name not in by_tensor]
         for tensor in (*by_tensor, *others):
-            readers = tuple(name for name in GRAPHS if tensor in choices[name].tensors)
+            readers = tuple(name for name in choices if tensor in choices[name].tensors)
             shared = len(readers) == 1 or _alike(tensor, choices, plan)
             if shared and graph != readers[0]:
                 continue
