@@ -194,6 +194,7 @@ class Beams:
             if penalty != 1:
                 seen = np.union1d(self._prompt, self.tokens[beam])
                 scores[beam] = penalize_repetition(scores[beam], seen, penalty)
+            scores[beam] = self._params.rules.apply(scores[beam], self.tokens.shape[1], self._most)
             scores[beam] += score
         return scores
 

@@ -145,6 +145,10 @@ class _Decoding:
 
 def _checked(options: BenchOptions, contract: Contract) -> BenchOptions:
     """The options with their defaults filled in, if they fit the model."""
+    if contract.encoder is not None:
+        raise ValueError(
+            "the model has an encoder, and a benchmark without sources would leave it out; kvgraph run shows its speed"
+        )
     most = contract.capacity or contract.max_positions
     limit = most if options.limit is None else options.limit
     contexts = options.contexts or (options.prompt_tokens,)

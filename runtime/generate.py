@@ -94,10 +94,11 @@ def _steps(
     while True:
         events = []
         for row in rows:
-            token = sampler.sample(row.index, logits[row.index])
+            scores = params.rules.apply(logits[row.index], row.made, row.most)
+            token = sampler.sample(row.index, scores)
             logprob = None
             if params.logprobs is not None:
-                logprob = log_probability(logits[row.index], token, params.logprobs)
+                logprob = log_probability(scores, token, params.logprobs)
             event = row.accept(token, logprob)
             input_ids[row.index] = token
             running[row.index] = event.finish_reason is None
@@ -118,14 +119,15 @@ class _Row:
         self, index: int, prompt: Ids, most: int, params: GenerationParams, tokenizer: Tokenizer | None
     ) -> None:
         self.index = index
-        self._left = most
+        self.most = most
+        self.made = 0
         self._eos = _end_tokens(params, tokenizer)
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt.tolist())
         self._stop = StopMatcher(params.stop)
 
     def accept(self, token_id: int, logprob: Logprob | None) -> Event:
         """The event of one more token."""
-        self._left -= 1
+        self.made += 1
         reason: FinishReason | None = None
         text, stopped = "", False
         if token_id in self._eos:
@@ -135,7 +137,7 @@ class _Row:
                 text, stopped = self._stop.push(self._detokenizer.push(token_id))
             if stopped:
                 reason = "stop"
-            elif self._left == 0:
+            elif self.made == self.most:
                 reason = "length"
         if reason in ("eos", "length"):
             text += self._flush()

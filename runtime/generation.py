@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, Unpack
 
 from kvgraph.runtime.sampling import Logprob, SamplingParams
+from kvgraph.runtime.token_rules import TokenRules
 
 FinishReason = Literal["eos", "stop", "length"]
 EarlyStopping = bool | Literal["never"]
@@ -54,6 +55,7 @@ class GenerationParams:
         early_stopping: With beams, when a row ends that has `num_beams` finished texts. True: at once; False: when
             none of the beams, with its score at its present length, is better than the worst of them; "never": the
             same, but where `length_penalty` is above 0 with the length that it may yet reach.
+        rules: Tokens that the model's settings force or forbid; beams count them after log-probabilities are taken.
 
     Raises:
         TypeError: A field is of another type.
@@ -69,6 +71,7 @@ class GenerationParams:
     num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
+    rules: TokenRules = field(default_factory=TokenRules)
 
     def __post_init__(self) -> None:
         for name, value, least in (

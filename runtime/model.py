@@ -60,8 +60,9 @@ class Model:
             TypeError: A prompt or an option is of another type.
             ValueError: One is out of its range. Nothing has been computed then.
         """
-        prompts = self.encode(prompt)
-        generations = generate(self.session, prompts, self.params(options), self.tokenizer)
+        params = self.params(options)
+        session, prompts = self.begin(self.encode(prompt))
+        generations = generate(session, prompts, params, self.tokenizer)
         return generations if _is_batch(prompt) else generations[0]
 
     def stream(
@@ -73,7 +74,13 @@ class Model:
             for event in model.stream("Once upon a time", max_new_tokens=50):
                 print(event.text, end="", flush=True)
         """
-        return stream(self.session, self.encode(prompt), self.params(options), self.tokenizer)
+        params = self.params(options)
+        session, prompts = self.begin(self.encode(prompt))
+        return stream(session, prompts, params, self.tokenizer)
+
+    def begin(self, prompts: Sequence[Any]) -> tuple[Session, Sequence[Any]]:
+        """The session that goes on with encoded prompts, and what it goes on from."""
+        return self.session, prompts
 
     def encode(self, prompt: Prompt | list[str] | list[list[int]]) -> list[Any]:
         """Token ids of each prompt; a text gets the BOS that its tokenizer adds.
@@ -146,12 +153,18 @@ def load(
     """
     bundle = Bundle.open(path, verify)
     tokenizer = Tokenizer.load(bundle.path, bundle.config) if TOKENIZER in bundle.files else None
-    return Model(
+    model = Model(
         session=open_session(bundle, target, device, verify=verify),
         tokenizer=tokenizer,
         chat_template=None if tokenizer is None else ChatTemplate.load(bundle.path, tokenizer),
         eos_token_ids=tuple(bundle.config["eos_token_ids"]) if tokenizer is None else tokenizer.eos_token_ids,
     )
+    if bundle.contract.encoder is None:
+        return model
+    # Imported here since it is a kind of Model.
+    from kvgraph.runtime.encoder_decoder_model import add_encoder
+
+    return add_encoder(model, bundle)
 
 
 def _is_batch(prompt: Any) -> bool:

@@ -53,6 +53,11 @@ def measure_perplexity(
         ValueError: The text is too short to score a token, or the window does not fit the model.
     """
     contract = session.contract
+    if contract.encoder is not None:
+        raise ValueError(
+            "the model has an encoder: how likely a text is depends on its source, so a text alone has no perplexity; "
+            "compare bundles with kvgraph compare"
+        )
     limit = contract.capacity or contract.max_positions
     least = 1 if bos_token_id is not None else 2
     if not least <= window <= limit:
