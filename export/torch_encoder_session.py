@@ -13,7 +13,6 @@ from kvgraph.export.contract import cross_key, cross_value
 from kvgraph.export.load_module import load_module
 from kvgraph.export.torch_session import StepResult, TorchCache, TorchSession
 from kvgraph.models.checkpoint import Checkpoint
-from kvgraph.models.decoder import Decoder
 from kvgraph.models.encoder_decoder import EncoderDecoder, KeyValue
 from kvgraph.runtime.checks import check_source, check_source_of_row
 from kvgraph.runtime.session import Cache, Floats, Ids
@@ -113,5 +112,6 @@ def open_torch_session(
         ValueError: The checkpoint is damaged or does not fit its config.
     """
     model = load_module(checkpoint, dtype, residual_dtype)
-    kind = TorchSession if isinstance(model, Decoder) else TorchEncoderSession
-    return kind(model, checkpoint.source.name)
+    if isinstance(model, EncoderDecoder):
+        return TorchEncoderSession(model, checkpoint.source.name)
+    return TorchSession(model, checkpoint.source.name)

@@ -81,17 +81,19 @@ class ParityReport:
         candidate: What the candidate ran on.
         band: Which errors are accepted.
         steps: Every call, in order.
+        cross: Error of each layer's keys and values of the sources; empty without an encoder.
     """
 
     reference: SessionInfo
     candidate: SessionInfo
     band: Band
     steps: tuple[StepReport, ...]
+    cross: tuple[TensorError, ...] = ()
 
     @property
     def in_band(self) -> bool:
-        """Whether every step is."""
-        return all(step.in_band for step in self.steps)
+        """Whether every step is, and what the encoder gives."""
+        return all(step.in_band for step in self.steps) and all(error.in_band for error in self.cross)
 
     @property
     def first_out(self) -> StepReport | None:

@@ -37,6 +37,7 @@ def format_report(report: ParityReport) -> str:
         format_table([_HEADINGS, *(_row(step) for step in _chosen(report)), _total_row(report)], _ALIGN),
         "",
         *_layer_lines(report),
+        *_source_lines(report),
         verdict(report),
     ]
     return "\n".join(lines)
@@ -48,7 +49,8 @@ def verdict(report: ParityReport) -> str:
     logits = totals.logits
     errors = f"max error {logits.max_abs:.2g}, KL {logits.kl:.2g}, top-1 {_top1(logits)}"
     if first is None:
-        return f"in band: {totals.steps} steps, {totals.tokens} tokens, {errors}"
+        state = "in band" if report.in_band else "OUT OF BAND in what the encoder gives"
+        return f"{state}: {totals.steps} steps, {totals.tokens} tokens, {errors}"
     out = sum(not step.in_band for step in report.steps)
     place = f"first step {first.step} ({first.graph}, position {first.position})"
     if first.first_layer is not None:
@@ -58,6 +60,18 @@ def verdict(report: ParityReport) -> str:
     if first.first_hidden is not None:
         place += f", first hidden state {hidden_name(first.first_hidden)}"
     return f"OUT OF BAND: {out} of {totals.steps} steps; {place}; {errors}"
+
+
+def _source_lines(report: ParityReport) -> list[str]:
+    """What the encoder gives, in one line."""
+    if not report.cross:
+        return []
+    out = [str(layer) for layer, error in enumerate(report.cross) if not error.in_band]
+    state = f"OUT OF BAND in layers {', '.join(out)}" if out else "in band"
+    return [
+        f"sources: max error {max(error.max_abs for error in report.cross):.2g} of cross tensors, {state}",
+        "",
+    ]
 
 
 def _session(info: SessionInfo) -> str:

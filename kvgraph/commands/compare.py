@@ -47,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--text", metavar="FILE", help="compare over this UTF-8 text (a few built-in sentences)"
     )
     parser.add_argument(
+        "--target-text",
+        metavar="FILE",
+        help="for a model with an encoder, whose source is --text: what the decoder is forced along (what the "
+        "reference writes)",
+    )
+    parser.add_argument(
         "--prefill", type=int, default=_PREFILL, metavar="N", help=f"tokens of the prefill ({_PREFILL})"
     )
     parser.add_argument(
@@ -69,9 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print the report, and give 0 in band or 1 out of it."""
+    from kvgraph.commands.compare_sources import compare_sources
     from kvgraph.export.bundle import Bundle
+    from kvgraph.runtime.encoder_session import has_encoder
     from kvgraph.runtime.parity import compare_sessions
-    from kvgraph.runtime.parity_table import format_report
 
     for file in (args.json, args.plot):
         if file is not None:
@@ -80,20 +87,36 @@ def run(args: argparse.Namespace) -> int:
     candidate = _open_bundle(bundle, args.target, args.layers)
     other = None if args.against is None else Bundle.open(args.against)
     reference = _open_checkpoint(args, bundle) if other is None else _open_bundle(other, None, args.layers)
+    band = _band(candidate, bundle, *([] if other is None else [other]))
+    if has_encoder(reference) and has_encoder(candidate):
+        texts = _TEXTS if args.text is None else (read_text(args.text),)
+        return _report(args, compare_sources(args, bundle, reference, candidate, texts, band))
+    if args.target_text is not None:
+        raise ValueError(
+            "--target-text is for models with an encoder; leave it out: others are forced along --text"
+        )
     sequences = _sequences(args, bundle, reference, candidate)
     report = compare_sessions(
         reference,
         candidate,
         sequences,
         prefill=args.prefill,
-        band=_band(candidate, bundle, *([] if other is None else [other])),
+        band=band,
         chunk=args.prefill_chunk,
         layers=args.layers,
     )
-    print(format_report(report))
-    _write_files(args, report)
+    code = _report(args, report)
     if args.save_polygraphy is not None:
         _save_polygraphy(args, bundle, report, reference, candidate, sequences)
+    return code
+
+
+def _report(args: argparse.Namespace, report: ParityReport) -> int:
+    """Print a report and write what was asked for; 0 in band or 1 out of it."""
+    from kvgraph.runtime.parity_table import format_report
+
+    print(format_report(report))
+    _write_files(args, report)
     return 0 if report.in_band else 1
 
 
@@ -102,11 +125,11 @@ def _open_checkpoint(args: argparse.Namespace, bundle: Bundle) -> Session:
 
     Float32 whatever the bundle's type: an error then is all of the bundle's and none of the reference's.
     """
-    from kvgraph.export.torch_session import TorchSession
+    from kvgraph.export.torch_encoder_session import open_torch_session
     from kvgraph.models.checkpoint import open_checkpoint
 
     if args.checkpoint is not None:
-        return TorchSession.open(open_checkpoint(args.checkpoint), "float32")
+        return open_torch_session(open_checkpoint(args.checkpoint), "float32")
     name, revision = bundle.source["name"], bundle.source["revision"]
     if bundle.source["kind"] in ("directory", "gguf") and not Path(name).exists():
         raise FileNotFoundError(
@@ -118,12 +141,11 @@ def _open_checkpoint(args: argparse.Namespace, bundle: Bundle) -> Session:
         raise ValueError(
             f"{name}: changed since it was exported; export it again, or name it with --checkpoint"
         )
-    return TorchSession.open(checkpoint, "float32")
+    return open_torch_session(checkpoint, "float32")
 
 
 def _open_bundle(bundle: Bundle, target: str | None, layers: bool) -> Session:
-    from kvgraph.runtime.open import open_session
-    from kvgraph.runtime.ort import OrtSession
+    from kvgraph.runtime.open import open_session, ort_session
     from kvgraph.runtime.target import Target
 
     if not layers:
@@ -135,30 +157,30 @@ def _open_bundle(bundle: Bundle, target: str | None, layers: bool) -> Session:
     bundle.verify_graphs()
     graphs = _with_hidden_states(bundle, _graph_paths(bundle, target))
     contract = None if target is None else Target.open(bundle, target).contract
-    return OrtSession(bundle, debug_outputs=True, graphs=graphs, contract=contract)
+    return ort_session(bundle)(bundle, debug_outputs=True, graphs=graphs, contract=contract)
 
 
 def _graph_paths(bundle: Bundle, target: str | None) -> dict[GraphName, Path]:
     """The ONNX files: of a target for ONNX Runtime its own, else the canonical ones."""
-    from kvgraph.export.contract import GRAPHS
     from kvgraph.runtime.open import ORT_TARGETS
     from kvgraph.runtime.target import Target
 
     owner = Target.open(bundle, target) if target in ORT_TARGETS else bundle
-    return {graph: owner.graph_path(graph) for graph in GRAPHS}
+    return {graph: owner.graph_path(graph) for graph in bundle.contract.graphs}
 
 
 def _with_hidden_states(bundle: Bundle, paths: Mapping[GraphName, Path]) -> dict[GraphName, bytes]:
     """The graphs with the residual stream, which has fixed names in each of them, among their outputs."""
     import onnx_ir
 
-    from kvgraph.export.contract import hidden_state
+    from kvgraph.export.contract import GRAPHS, hidden_state
     from kvgraph.export.exporter import expose_hidden_states
 
     graphs = {}
     for graph, path in paths.items():
         model = onnx_ir.load(path)
-        if hidden_state(0) not in [value.name for value in model.graph.outputs]:
+        # What is compared layer by layer is the decoder.
+        if graph in GRAPHS and hidden_state(0) not in [value.name for value in model.graph.outputs]:
             expose_hidden_states(model, bundle.contract.num_layers)
         graphs[graph] = onnx_ir.to_proto(model).SerializeToString()
     return graphs
