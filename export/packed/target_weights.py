@@ -105,10 +105,10 @@ class TargetWeights:
             for node in value.consumers():
                 node.attributes["format"] = ir.AttrString("format", content.storage.format)
                 node.attributes["scale_format"] = ir.AttrString("scale_format", content.storage.scale_format)
-        packed = isinstance(source, PackedWeight)
-        dtype = ir.DataType.UINT8 if packed else source.dtype
-        shape = ir.Shape([content.size]) if packed else ir.Shape(source.shape)
-        if value.name in graph.initializers and graph.initializers[value.name] is value:
+        dtype, shape = ir.DataType.UINT8, ir.Shape([content.size])
+        if not isinstance(source, PackedWeight):
+            dtype, shape = source.dtype, ir.Shape(source.shape)
+        if value.name is not None and graph.initializers.get(value.name) is value:
             del graph.initializers[value.name]
         if content.name in graph.initializers:
             value.replace_all_uses_with(graph.initializers[content.name])

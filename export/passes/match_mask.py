@@ -100,7 +100,7 @@ def _is_steps(value: ir.Value | None) -> bool:
     """[S]: 0, 1, 2 ... S - 1; the constant [0] in a graph that takes one token."""
     constants = constant_values(value)
     if constants is not None:
-        return constants.tolist() == [0]
+        return np.array_equal(constants, [0])
     axis = made_by(_counted(value), "Shape")
     ids = None if axis is None else axis.inputs[0]
     if axis is None or ids is None or not ids.is_graph_input() or ids.name != INPUT_IDS:

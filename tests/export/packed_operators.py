@@ -203,7 +203,8 @@ def _rotated(x: Floats, cos: Floats, sin: Floats, rotary_dim: int, interleaved: 
 OPERATORS = [PackedLinear, PackedGather, CachedAttention]
 
 
-def _evaluator(path: Path) -> ReferenceEvaluator:
+def evaluator(path: Path) -> ReferenceEvaluator:
+    """A graph that may hold these operators, in ONNX's own evaluator."""
     model = onnx.load(path)
     for node in model.graph.node:
         for attribute in node.attribute:
@@ -222,7 +223,7 @@ class ReferenceSession:
     """
 
     def __init__(self, files: Mapping[GraphName, Path], contract: Contract) -> None:
-        opened = {path: _evaluator(path) for path in set(files.values())}
+        opened = {path: evaluator(path) for path in set(files.values())}
         self._graphs = {graph: opened[path] for graph, path in files.items()}
         self._contract = contract
 
