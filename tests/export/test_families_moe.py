@@ -117,14 +117,17 @@ def torch_session(checkpoint: Path) -> TorchSession:
     return TorchSession.open(open_checkpoint(checkpoint))
 
 
-@pytest.fixture(params=["torch", "ort"])
+@pytest.fixture(params=["torch", "ort", "kernels"])
 def session(
     request: pytest.FixtureRequest,
     checkpoint: Path,
     exported: Callable[..., Bundle],
     ort: Callable[..., OrtSession],
+    kernels: Callable[[Bundle], Session],
 ) -> Session:
-    return torch_session(checkpoint) if request.param == "torch" else ort(exported(checkpoint))
+    if request.param == "torch":
+        return torch_session(checkpoint)
+    return (ort if request.param == "ort" else kernels)(exported(checkpoint))
 
 
 @pytest.mark.parametrize("split", SPLITS)
