@@ -24,6 +24,7 @@ EMBEDDING = "model.embed_tokens.weight"
 LAYER_NORM_EPS = 1e-5
 # Training's business, and keys of old files without a function.
 WITHOUT_EFFECT = (
+    "_num_labels",
     "activation_dropout",
     "add_bias_logits",
     "classif_dropout",
@@ -32,6 +33,7 @@ WITHOUT_EFFECT = (
     "encoder_layerdrop",
     "init_std",
     "output_past",
+    "replacing_rate",
 )
 
 

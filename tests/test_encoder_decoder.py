@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,19 @@ def test_quantize_rounds_the_weights_of_all_graphs(bundle: Path, tmp_path: Path)
     assert modules["model.layers.1.cross_attn.q_proj"] == ["prefill", "decode"]
     flags = ["--against", str(bundle), "--text", str(text), "--prefill", "5", "--steps", "9"]
     assert main(["compare", str(output), *flags]) == 0
+
+
+@pytest.mark.parametrize("kernels", ["kvgraph", "onnxruntime"])
+def test_ort_cpu_target_computes_the_same(
+    bundle: Path, tmp_path: Path, kernels: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy, text = tmp_path / "copy", tmp_path / "source.txt"
+    shutil.copytree(bundle, copy)
+    text.write_text(SENTENCE)
+    assert main(["build", str(copy), "--target", "ort-cpu", "--kernels", kernels]) == 0
+    flags = ["--target", "ort-cpu", "--text", str(text), "--prefill", "5", "--steps", "9"]
+    assert main(["compare", str(copy), *flags]) == 0
+    assert "cross tensors, in band" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,31 @@ def test_forced_tokens_are_read() -> None:
     assert (config.forced_bos_token_id, config.forced_eos_token_id) == (0, 2)
 
 
+def test_keys_of_published_configs_are_known() -> None:
+    """Flan-T5, BART fine-tuned on CNN/Daily Mail, and an OPUS-MT translator."""
+    flan = {
+        "feed_forward_proj": "gated-gelu",
+        "dense_act_fn": "gelu_new",
+        "is_gated_act": True,
+        "tie_word_embeddings": False,
+        "num_decoder_layers": 3,
+        "relative_attention_max_distance": 128,
+        "n_positions": 512,
+        "output_past": True,
+        "initializer_factor": 1.0,
+        "task_specific_params": {"summarization": {"num_beams": 4}},
+    }
+    assert read({**T5, **flan}).num_hidden_layers == 3
+    old = {"_num_labels": 3, "add_bias_logits": False, "add_final_layer_norm": False, "output_past": True}
+    old |= {"normalize_before": False, "encoder_layerdrop": 0.0, "init_std": 0.02, "num_hidden_layers": 3}
+    cnn = {"normalize_embedding": True, "static_position_embeddings": False, "prefix": " "}
+    cnn |= {"force_bos_token_to_be_generated": True, "forced_bos_token_id": 0, "no_repeat_ngram_size": 3}
+    assert read({**BART, **old, **cnn}).forced_bos_token_id == 0
+    opus = {"normalize_embedding": False, "static_position_embeddings": True, "bad_words_ids": [[96]]}
+    opus |= {"decoder_vocab_size": 97, "share_encoder_decoder_embeddings": True, "num_beams": 6}
+    assert read({**MARIAN, **old, **opus}).source_vocab_size == 97
+
+
 @pytest.mark.parametrize(
     ("hf", "changes", "message"),
     [
