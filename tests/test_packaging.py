@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 import kvgraph
+from kvgraph.runtime.kernels import library_path
 
 STAGES = ("export", "models", "quant", "runtime")
 METADATA_FILES = ("pyproject.toml", "README.md", "LICENSE")
@@ -104,7 +105,19 @@ def test_wheel_holds_every_module_recipe_and_the_type_marker(repository: Path, w
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
 
-    assert packed == files_on_disk(repository)
+    libraries = {name for name in packed if name.startswith("kvgraph/runtime/kernels/_operators.")}
+    assert packed - libraries == files_on_disk(repository)
+    assert len(libraries) == (1 if library_path() else 0)
+
+
+def test_source_distribution_holds_what_the_operators_are_compiled_from(
+    repository: Path, pyproject: dict[str, Any]
+) -> None:
+    (extension,) = pyproject["tool"]["setuptools"]["ext-modules"]
+    folder = repository / "runtime" / "kernels"
+    on_disk = {f"runtime/kernels/{path.name}" for path in folder.iterdir() if path.suffix in (".cpp", ".h")}
+
+    assert {*extension["sources"], *extension["depends"]} == on_disk
 
 
 def test_wheel_holds_the_licence(wheel: Path) -> None:
