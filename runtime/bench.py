@@ -32,11 +32,13 @@ from kvgraph.runtime.machine import (
     usable_cores,
 )
 from kvgraph.runtime.prefill import prefill_prompts
+from kvgraph.runtime.resident_weights import WEIGHTS_FILE
 from kvgraph.runtime.session import Cache, Ids, Session
 from kvgraph.runtime.timed_session import TimedSession
 from kvgraph.runtime.tokenizer import Tokenizer
 
-_WEIGHTS_FILE = "weights.safetensors"
+# Where the graphs differ in a weight, its name starts with its graph's.
+_PREFILL, _DECODE = "prefill.", "decode."
 _TOKEN_TABLE, _POSITION_TABLE = "model.embed_tokens.", "model.embed_positions."
 # Steps before the timed ones: the first grows the buffers and binds them.
 _WARM_UP_STEPS = 2
@@ -76,7 +78,7 @@ def bench(
         target=target,
         model_type=bundle.model_type,
         dtype=bundle.dtype,
-        weights_bytes=weights_read(bundle),
+        weights_bytes=weights_read(bundle, target),
         cache_bytes_per_token=cache_bytes_per_token(session.contract),
         session=session.info,
         machine=machine,
@@ -87,23 +89,30 @@ def bench(
         prefill=prefill,
         prefill_tokens_per_s=options.batch_size * options.prompt_tokens / prefill.median_s,
         loop_overhead=Timing.of([gap for run in runs for gap in run.gaps_s]),
-        decode=_speeds(bundle, session, options, decoding),
+        decode=_speeds(weights_read(bundle, target), session, options, decoding),
         memory_in_use_bytes=decoding.memory_in_use_bytes,
         peak_memory_bytes=decoding.peak_memory_bytes,
         memory_bandwidth_bytes_per_s=decoding.bandwidth,
     )
 
 
-def weights_read(bundle: Bundle) -> int:
-    """Bytes of the weights that a decode step reads, as the bundle stores them.
+def weights_read(bundle: Bundle, target: str | None = None) -> int:
+    """Bytes of the weights that a decode step reads, as the target stores them, or the bundle where it has none.
 
-    That is all of them except embedding tables: of those a step reads a row, unless the table is the head too.
+    That is all of them except those of prefill alone, and embedding tables: of those a step reads a row, unless the
+    table is the head too.
     """
-    with (bundle.path / _WEIGHTS_FILE).open("rb") as file:
+    own = None if target is None else bundle.target_path(target) / WEIGHTS_FILE
+    path = own if own is not None and own.is_file() else bundle.path / WEIGHTS_FILE
+    with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     header.pop("__metadata__", None)
     tables = (_POSITION_TABLE,) if bundle.config["tie_word_embeddings"] else (_POSITION_TABLE, _TOKEN_TABLE)
-    ranges = [entry["data_offsets"] for name, entry in header.items() if not name.startswith(tables)]
+    ranges = [
+        entry["data_offsets"]
+        for name, entry in header.items()
+        if not name.startswith(_PREFILL) and not name.removeprefix(_DECODE).startswith(tables)
+    ]
     return sum(stop - start for start, stop in ranges)
 
 
@@ -234,10 +243,10 @@ def _time_context(session: Session, cache: Cache, options: BenchOptions, context
 
 
 def _speeds(
-    bundle: Bundle, session: Session, options: BenchOptions, decoding: _Decoding
+    weights: int, session: Session, options: BenchOptions, decoding: _Decoding
 ) -> tuple[DecodeSpeed, ...]:
-    """Tokens and bytes a second at each context."""
-    weights, per_token = weights_read(bundle), cache_bytes_per_token(session.contract)
+    """Tokens and bytes a second at each context, where a step reads so many bytes of weights."""
+    per_token = cache_bytes_per_token(session.contract)
     speeds = []
     for steps in decoding.steps:
         step = Timing.of(steps.durations_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -171,6 +172,25 @@ def test_bandwidth_of_the_host_says_nothing_of_a_gpu(bundle: Bundle, clock: Cloc
 @pytest.mark.parametrize(("tied", "numbers"), [(True, 97 * 20 + 10), (False, 10)])
 def test_embedding_table_is_read_only_where_it_is_the_head(bundle: Bundle, tied: bool, numbers: int) -> None:
     assert weights_read(replace(bundle, config={"tie_word_embeddings": tied})) == 2 * numbers
+
+
+def test_weights_of_prefill_alone_are_not_read(bundle: Bundle, tmp_path: Path) -> None:
+    table = "model.embed_tokens.weight/packed"
+    sizes = {f"prefill.{table}": 640, f"decode.{table}": 320, "decode.lm_head.weight/packed": 64}
+    header: dict[str, Any] = {"__metadata__": {}}
+    end = 0
+    for name, size in sizes.items():
+        header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
+        end += size
+    target = tmp_path / "targets" / "ort-cpu"
+    target.mkdir(parents=True)
+    text = json.dumps(header).encode()
+    (target / "weights.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    tied, untied = (
+        replace(bundle, path=tmp_path, config={"tie_word_embeddings": tied}) for tied in (True, False)
+    )
+    assert weights_read(tied, "ort-cpu") == 320 + 64
+    assert weights_read(untied, "ort-cpu") == 64
 
 
 def test_cache_bytes_are_those_of_all_layers() -> None:
