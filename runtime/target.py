@@ -45,11 +45,13 @@ class Limits:
         max_batch: Most rows.
         max_context: T, slots of a row of the cache.
         prefill_chunk: Most new tokens of a prefill call.
+        max_source: Most tokens of a source; None without an encoder.
     """
 
     max_batch: int
     max_context: int
     prefill_chunk: int
+    max_source: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class Target:
         compute_capabilities: What an engine runs on, 89 for SM89; empty for a CPU.
         bundle_digest: `Bundle.digest` of the bundle that it was built from.
         contract: What the built graphs promise: the bundle's with the capacity bound or types widened.
-        graphs: How prefill and decode are run.
+        graphs: How each graph is run.
         limits: Sizes that an engine is built for; None where there are none.
         options: Other options of the build.
         files: Name -> size and sha256 of every file of the target.

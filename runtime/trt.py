@@ -68,6 +68,11 @@ class TrtSession:
             raise ValueError(
                 f"{self._target.path}: not an engine with a float cache, which this session runs"
             )
+        if self._target.contract.encoder is not None:
+            raise ValueError(
+                f"{self._target.path}: the model has an encoder, which this session does not run; run the bundle under "
+                "ONNX Runtime, without a target"
+            )
         trt = trt or load_tensorrt(target)
         self._cuda = Cuda(device, cuda_runtime)
         self._target.check_runtime(trt.__version__, self._cuda.compute_capability)

@@ -21,6 +21,7 @@ def slice_cache(model: ir.Model, contract: Contract) -> bool:
         * What reads a buffer after its scatter reads `Slice(buffer, 0, context_length)`; the output stays whole.
         * What asks a buffer for its capacity is given `context_length`: the slots, and so the masks, follow.
         * A mask that was made without asking (its capacity is a constant) is sliced along its last axis.
+        * Attention to a source, whose keys are inputs as they are, has nothing to do with the cache.
 
     Raises:
         ValueError: A node reads the capacity together with other dimensions.
@@ -40,12 +41,20 @@ def slice_cache(model: ir.Model, contract: Contract) -> bool:
     for state in scattered:
         _slice_readers(graph, values[state.output], context)
     for node in list(graph):
-        if node.op_type == "Attention" and len(node.inputs) > 3 and node.inputs[3] not in following:
+        if node.op_type != "Attention" or len(node.inputs) <= 3 or _reads_source(node):
+            continue
+        if node.inputs[3] not in following:
             _slice_mask(graph, node, context)
     if not context.uses():
         return False
     graph.inputs.append(context)
     return True
+
+
+def _reads_source(attention: ir.Node) -> bool:
+    """Whether the keys come from an encoder."""
+    key = attention.inputs[1]
+    return key is not None and key.is_graph_input()
 
 
 def _answer_capacity(graph: ir.Graph, buffer: ir.Value, context: ir.Value) -> None:

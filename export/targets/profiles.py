@@ -9,6 +9,7 @@ from kvgraph.export.contract import (
     CONTEXT_LENGTH,
     LOGIT_ROWS,
     NEW_TOKENS,
+    SOURCE_TOKENS,
     Contract,
     GraphName,
     TensorSpec,
@@ -23,9 +24,15 @@ _DEFAULT_CONTEXT, _DEFAULT_CHUNK = 4096, 512
 
 
 def choose_limits(
-    contract: Contract, max_batch: int | None, max_context: int | None, prefill_chunk: int | None
+    contract: Contract,
+    max_batch: int | None,
+    max_context: int | None,
+    prefill_chunk: int | None,
+    max_source: int | None = None,
 ) -> Limits:
     """Limits from what was asked for, the rest by default: 1 row, at most 4096 slots, chunks of at most 512 tokens.
+
+    Sources are as long by default as chunks: at most 512 tokens.
 
     Raises:
         ValueError: A limit is out of its range, or differs from a capacity that the graphs have written in.
@@ -47,7 +54,19 @@ def choose_limits(
     chunk = min(context, _DEFAULT_CHUNK) if prefill_chunk is None else prefill_chunk
     if not 1 <= chunk <= context:
         raise ValueError(f"--prefill-chunk is {chunk}, expected 1 to {context}, the cache's slots")
-    return Limits(batch, context, chunk)
+    return Limits(batch, context, chunk, _choose_source(contract, max_source))
+
+
+def _choose_source(contract: Contract, asked: int | None) -> int | None:
+    if contract.encoder is None:
+        if asked is not None:
+            raise ValueError(f"--max-source is {asked}, the model has no encoder; leave it out")
+        return None
+    most = contract.encoder.max_positions
+    source = min(most, _DEFAULT_CHUNK) if asked is None else asked
+    if not 2 <= source <= most:
+        raise ValueError(f"--max-source is {source}, expected 2 to {most}, the positions of the encoder")
+    return source
 
 
 def profile_shapes(inputs: Sequence[TensorSpec], runs: GraphName, limits: Limits) -> dict[str, Range]:
@@ -68,6 +87,8 @@ def profile_shapes(inputs: Sequence[TensorSpec], runs: GraphName, limits: Limits
         # Generation asks for the last token's row, a scored text for all of them.
         LOGIT_ROWS: (1, 1, chunk),
     }
+    if limits.max_source is not None:
+        ranges = {**ranges, SOURCE_TOKENS: (1, limits.max_source, limits.max_source)}
     shapes: dict[str, Range] = {}
     for tensor in inputs:
         if tensor.name == CONTEXT_LENGTH:

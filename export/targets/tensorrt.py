@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kvgraph.export.bundle import Bundle
-from kvgraph.export.contract import GraphName
+from kvgraph.export.contract import ENCODE, GraphName
 from kvgraph.export.targets.compute_capabilities import choose_capabilities
 from kvgraph.export.targets.engine_builder import build_engine
 from kvgraph.export.targets.profiles import choose_limits, profile_shapes
@@ -36,6 +37,7 @@ class TensorRTOptions:
         max_batch: Most rows (1).
         max_context: T, slots of a row of the cache (the model's positions, at most 4096).
         prefill_chunk: Most new tokens of a prefill call (512).
+        max_source: Most tokens of a source, where there is an encoder (its positions, at most 512).
         engines: "one" engine with a profile for each graph, or "two" (one, where both graphs have the same weights).
         compute_capabilities: 89 for SM89; TensorRT-RTX only (all that it knows and that compute the bundle's type).
     """
@@ -45,6 +47,7 @@ class TensorRTOptions:
     prefill_chunk: int | None = None
     engines: Engines | None = None
     compute_capabilities: tuple[int, ...] | None = None
+    max_source: int | None = None
 
 
 def build_tensorrt(bundle: Bundle, flavour: str, options: TensorRTOptions | None = None) -> Target:
@@ -62,18 +65,20 @@ def build_tensorrt(bundle: Bundle, flavour: str, options: TensorRTOptions | None
     """
     options = options or TensorRTOptions()
     require_weights(bundle)
-    limits = choose_limits(bundle.contract, options.max_batch, options.max_context, options.prefill_chunk)
+    limits = choose_limits(
+        bundle.contract, options.max_batch, options.max_context, options.prefill_chunk, options.max_source
+    )
     engines = _choose_engines(bundle, options.engines)
     trt = load_tensorrt(flavour)
     capabilities = choose_capabilities(trt, flavour, bundle, options.compute_capabilities)
     started = time.monotonic()
     with new_target(bundle, flavour) as directory:
         graphs: dict[GraphName, TargetGraph] = {}
-        for source, served in _ENGINES[engines].items():
+        for source, served in _made_from(bundle, engines).items():
             graph = lower_for_tensorrt(bundle.graph_path(source), source, bundle.contract, limits.max_context)
             profiles = {runs: profile_shapes(graph.inputs, runs, limits) for runs in served}
             chosen = capabilities if flavour == "tensorrt-rtx" else None
-            file = f"{source}.engine" if engines == "two" else "model.engine"
+            file = "model.engine" if engines == "one" and source != ENCODE else f"{source}.engine"
             # Without a name for it, the engine is freed before the next is built: it holds all the weights.
             (directory / file).write_bytes(build_engine(trt, graph, list(profiles.values()), chosen))
             for index, (runs, shapes) in enumerate(profiles.items()):
@@ -82,6 +87,12 @@ def build_tensorrt(bundle: Bundle, flavour: str, options: TensorRTOptions | None
         built = BuiltTarget(trt.__version__, contract, graphs, capabilities, limits, {"engines": engines})
         write_target(directory, bundle, flavour, built, time.monotonic() - started)
     return Target.open(bundle, flavour)
+
+
+def _made_from(bundle: Bundle, engines: Engines) -> Mapping[GraphName, tuple[GraphName, ...]]:
+    """Graph that an engine is made from -> graphs that it runs."""
+    encoder: dict[GraphName, tuple[GraphName, ...]] = {ENCODE: (ENCODE,)}
+    return _ENGINES[engines] if bundle.contract.encoder is None else encoder | _ENGINES[engines]
 
 
 def _choose_engines(bundle: Bundle, asked: Engines | None) -> Engines:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from kvgraph.export.contract import CONTEXT_LENGTH, Contract, GraphName, TensorSpec
+from kvgraph.export.contract import CONTEXT_LENGTH, ENCODE, Contract, GraphName, TensorSpec
 from kvgraph.export.passes.bind_capacity import bind_capacity
 from kvgraph.export.passes.lower_attention import lower_attention
 from kvgraph.export.passes.lower_dequantize import lower_dequantize
@@ -48,10 +48,12 @@ def lower_for_tensorrt(path: Path, graph: GraphName, contract: Contract, capacit
     model = ir.load(path)
     spec = bound_contract(contract, capacity).graph(graph)
     _drop_other_outputs(model, {tensor.name for tensor in spec.outputs})
-    sliced = slice_cache(model, contract)
+    # The encoder has no cache.
+    sliced = graph != ENCODE and slice_cache(model, contract)
     lower_attention(model)
     lower_dequantize(model)
-    bind_capacity(model, contract, capacity)
+    if graph != ENCODE:
+        bind_capacity(model, contract, capacity)
     context = (TensorSpec(CONTEXT_LENGTH, "int64", (1,)),) if sliced else ()
     operators = {node.name: node.op_type for node in model.graph if node.name}
     data = ir.to_proto(model).SerializeToString()

@@ -19,6 +19,7 @@ _ENGINE_FLAGS = {
     "--max-batch": "max_batch",
     "--max-context": "max_context",
     "--prefill-chunk": "prefill_chunk",
+    "--max-source": "max_source",
     "--engines": "engines",
     "--compute-capability": "compute_capabilities",
 }
@@ -47,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="most new tokens a call (default: the context, at most 512)",
+    )
+    engine.add_argument(
+        "--max-source",
+        type=int,
+        metavar="N",
+        help="most tokens of a source, for a model with an encoder (default: its positions, at most 512)",
     )
     engine.add_argument(
         "--engines",

@@ -1,8 +1,17 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from kvgraph.export.contract import CONTEXT_LENGTH, Contract, TensorSpec, scatter_state
+from kvgraph.export.contract import (
+    CONTEXT_LENGTH,
+    Contract,
+    EncoderContract,
+    TensorSpec,
+    cross_tensors,
+    scatter_state,
+)
 from kvgraph.export.targets.profiles import choose_limits, profile_shapes
 from kvgraph.export.targets.tensorrt_graph import bound_contract
 from kvgraph.runtime.target import Limits
@@ -59,3 +68,39 @@ def test_profiles_differ_in_new_tokens_and_rows_of_logits() -> None:
     for profile in (prefill, decode):
         assert profile["past_key_values.0.key"] == ((1, 2, 32, 8), (4, 2, 32, 8), (4, 2, 32, 8))
         assert profile[CONTEXT_LENGTH] == ((1,), (32,), (32,))
+
+
+def with_encoder(max_source_positions: int) -> Contract:
+    encoder = EncoderContract(61, max_source_positions, cross_tensors([(3, 8)], "float16"))
+    return replace(contract(), encoder=encoder)
+
+
+def test_sources_have_a_limit_of_their_own() -> None:
+    assert choose_limits(with_encoder(48), None, None, None).max_source == 48
+    assert choose_limits(with_encoder(4096), None, None, None).max_source == 512
+    assert choose_limits(with_encoder(48), None, None, None, 16).max_source == 16
+    assert choose_limits(contract(), None, None, None).max_source is None
+
+
+@pytest.mark.parametrize("asked", [1, 49])
+def test_a_source_out_of_range_is_refused(asked: int) -> None:
+    with pytest.raises(ValueError, match=f"--max-source is {asked}, expected 2 to 48"):
+        choose_limits(with_encoder(48), None, None, None, asked)
+
+
+def test_a_limit_of_sources_without_an_encoder_is_refused() -> None:
+    with pytest.raises(ValueError, match="--max-source is 16, the model has no encoder"):
+        choose_limits(contract(), None, None, None, 16)
+
+
+def test_every_graph_takes_sources_up_to_the_limit() -> None:
+    limits = Limits(max_batch=4, max_context=32, prefill_chunk=8, max_source=16)
+    bound = bound_contract(with_encoder(48), 32)
+    encode = profile_shapes(bound.graph("encode").inputs, "encode", limits)
+    assert encode == {
+        "input_ids": ((1, 1), (4, 16), (4, 16)),
+        "encoder_length": ((1,), (4,), (4,)),
+    }
+    decode = profile_shapes(bound.graph("decode").inputs, "decode", limits)
+    assert decode["cross.0.key"] == ((1, 3, 1, 8), (4, 3, 16, 8), (4, 3, 16, 8))
+    assert decode["encoder_length"] == ((1,), (4,), (4,))
