@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -11,6 +12,8 @@ from typing import Any, Literal, Protocol
 from kvgraph.models.config import DTYPES, ModelConfig
 from kvgraph.models.digest import sampled_digest
 from kvgraph.models.hub import fetch_snapshot, is_hub_id
+from kvgraph.models.quantized.coded import QuantizedCheckpoint
+from kvgraph.models.quantized.reader import SETTINGS_FILE, SETTINGS_KEY, read_quantized
 from kvgraph.models.shards import stored_tensors
 from kvgraph.models.strict_json import read_json_object
 from kvgraph.models.weights import WeightStream
@@ -70,7 +73,10 @@ class Checkpoint(Protocol):
         """What the model is."""
 
     def weights(self) -> WeightStream:
-        """The weights, with every header checked."""
+        """The weights as float ones, with every header checked."""
+
+    def quantized(self) -> QuantizedCheckpoint | None:
+        """The weights as the checkpoint holds them, where they are quantized; None of a float checkpoint."""
 
     def dtype(self) -> str:
         """Type to load the weights in."""
@@ -114,10 +120,15 @@ class HuggingFaceCheckpoint:
         Raises:
             ValueError: See `ModelConfig.from_hf`.
         """
-        return ModelConfig.from_hf(self.config_json)
+        # What it says of its weights is of use with weights alone, see `quantized`.
+        described = self.source.has_weights and SETTINGS_KEY in self.config_json
+        config = {
+            key: value for key, value in self.config_json.items() if not described or key != SETTINGS_KEY
+        }
+        return ModelConfig.from_hf(config)
 
     def weights(self) -> WeightStream:
-        """The weights, with every header checked.
+        """The weights as float ones, with every header checked.
 
         Raises:
             FileNotFoundError: A file of the weights is missing.
@@ -125,7 +136,17 @@ class HuggingFaceCheckpoint:
         """
         if not self.source.has_weights:
             raise ValueError(f"{self.config_file} is a configuration alone; give the checkpoint's directory")
-        return WeightStream(self.directory)
+        found = self.quantized()
+        return WeightStream(self.directory) if found is None else found.float_weights(self.directory)
+
+    def quantized(self) -> QuantizedCheckpoint | None:
+        """See `Checkpoint.quantized`.
+
+        Raises:
+            FileNotFoundError: A file of the weights is missing.
+            ValueError: The checkpoint is quantized in a way that is not implemented, or is damaged.
+        """
+        return read_quantized(self.directory, self.config_json) if self.source.has_weights else None
 
     def dtype(self) -> str:
         """Type to load the weights in: what config.json says, else the type of the first weight.
@@ -136,12 +157,17 @@ class HuggingFaceCheckpoint:
         if (said := self.config.dtype) is not None:
             return said
         if self.source.has_weights:
-            weights = self.weights()
-            for name in weights.names:
-                stored = str(weights.spec(name).dtype).removeprefix("torch.")
-                if stored in DTYPES:
-                    return stored
+            for dtype in self._float_dtypes():
+                if dtype in DTYPES:
+                    return dtype
         raise ValueError(f"{self.config_file}: dtype is missing; name it there or with --dtype")
+
+    def _float_dtypes(self) -> Iterator[str]:
+        """Type of every tensor that is not coded, file by file."""
+        found = self.quantized()
+        weights = self.weights()
+        for name in weights.names if found is None else found.plain:
+            yield str(weights.spec(name).dtype).removeprefix("torch.")
 
     def tokenizer_files(self) -> list[Path]:
         """The files that a bundle carries along: generation_config.json, tokenizer.json and what goes with it.
@@ -185,7 +211,9 @@ class HuggingFaceCheckpoint:
         """
         covered = weights and self.source.has_weights
         tensors = stored_tensors(self.directory).values() if covered else ()
-        return sampled_digest([self.config_file, *self.tokenizer_files()], tensors)
+        settings = self.directory / SETTINGS_FILE
+        described = [self.config_file, *([settings] if covered and settings.is_file() else [])]
+        return sampled_digest([*described, *self.tokenizer_files()], tensors)
 
 
 def open_checkpoint(source: str | Path, revision: str | None = None, *, weights: bool = True) -> Checkpoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from kvgraph.models.checkpoint import GENERATION_CONFIG_FILE, CheckpointSource
 from kvgraph.models.config import ModelConfig
 from kvgraph.models.digest import sampled_digest
 from kvgraph.models.gguf_architectures import hugging_face_config, hugging_face_weights
+from kvgraph.models.gguf_codes import coded_weights
 from kvgraph.models.gguf_file import GGUFFile
 from kvgraph.models.gguf_parts import read_parts
 from kvgraph.models.gguf_tokenizer import generation_config, tokenizer_files
 from kvgraph.models.gguf_vocabulary import read_vocabulary
+from kvgraph.models.quantized.coded import QuantizedCheckpoint
 from kvgraph.models.weights import WeightStream
 
 
@@ -51,6 +54,20 @@ class GGUFCheckpoint:
         """
         weights = hugging_face_weights(self.file, self.config_json)
         return WeightStream(self.file.path, weights, "the metadata")
+
+    def quantized(self) -> QuantizedCheckpoint | None:
+        """See `Checkpoint.quantized`: matrices of Q8_0 and Q4_0, under their Hugging Face names.
+
+        Raises:
+            ValueError: Two tensors come under one name.
+        """
+        weights = hugging_face_weights(self.file, self.config_json)
+        coded = coded_weights(weights)
+        if not coded:
+            return None
+        types = Counter(tensor.type.name for tensor in self.file.tensors.values())
+        plain = {name: weight for name, weight in weights.items() if name not in coded}
+        return QuantizedCheckpoint("gguf", {"types": dict(types)}, coded, plain)
 
     def dtype(self) -> str:
         """See `kvgraph.models.gguf_config.read_dtype`."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -66,6 +69,19 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 def tiny_llama(tiny_checkpoint: Callable[..., Path]) -> Callable[..., Path]:
     """The same for Llama."""
     return functools.partial(tiny_checkpoint, "llama")
+
+
+@pytest.fixture(scope="session")
+def packers() -> ModuleType:
+    """Writers of quantized checkpoints, see `tests/packers.py`."""
+    spec = importlib.util.spec_from_file_location("packers", REPOSITORY / "tests" / "packers.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their own module up.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")
