@@ -33,8 +33,9 @@ from kvgraph.quant.plan import GraphPlan, QuantizationPlan
 from kvgraph.quant.quantized_weight import quantize_weight
 from kvgraph.quant.recipe import Override, Recipe
 from kvgraph.quant.rescaling import rescale_all
-from kvgraph.quant.rewrite import quantize_inputs, quantize_tokens
+from kvgraph.quant.rewrite import quantize_inputs
 from kvgraph.quant.scheme import ModuleScheme, WeightScheme
+from kvgraph.quant.token_scales import quantize_tokens
 from kvgraph.runtime.parity_metrics import log_softmax
 
 _LOG = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ def mean_weight_bits(scheme: ModuleScheme | None, inputs: int, compute_bits: int
         return compute_bits
     weight = scheme.weight
     scale_bits = 8 if weight.scale_form == "float8_e4m3fn" else compute_bits
-    zero_point_bits = 4 if weight.format == "uint4" else 0
+    zero_point_bits = FORMATS[weight.format].bits if FORMATS[weight.format].asymmetric else 0
     return FORMATS[weight.format].bits + (scale_bits + zero_point_bits) / (weight.block_size or inputs)
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -35,6 +37,24 @@ NUMPY_TYPES: dict[str, np.dtype[np.generic]] = {
     "uint4": np.dtype(ml_dtypes.uint4),
     "float4_e2m1": np.dtype(ml_dtypes.float4_e2m1fn),
 }
+
+
+class FloatWeights(Protocol):
+    """Tensors to quantize, wherever they are."""
+
+    @property
+    def path(self) -> Path:
+        """What they are read from, to be named in errors."""
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Name -> dtype, shape and size."""
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.generic]:
+        """Entries `start` to `stop` along the first axis, in the tensor's type."""
+
+    def read_columns(self, name: str, start: int, stop: int) -> NDArray[np.generic]:
+        """Columns `start` to `stop` of a matrix."""
 
 
 class BundleWeights:

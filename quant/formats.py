@@ -5,6 +5,7 @@
 | int8 | -127 ... 127 | 127 | one byte |
 | int4 | -8 ... 7 | 7 | two a byte, low half first |
 | uint4 | 0 ... 15 around a zero point | 15 | int4: codes and zero points 8 less, for TensorRT has no unsigned one |
+| uint8 | 0 ... 255 around a zero point | 255 | int8: codes and zero points 128 less, likewise |
 | float8_e4m3fn | 4 exponent and 3 mantissa bits, no infinity | 448 | one byte |
 | float4_e2m1 | 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives | 6 | two a byte, low half first |
 
@@ -44,12 +45,18 @@ class NumberFormat:
     bits: int
     element: np.dtype[np.generic]
 
+    @property
+    def asymmetric(self) -> bool:
+        """Whether values lie around a zero point."""
+        return self.name.startswith("uint")
+
     def round(self, values: Floats) -> NDArray[np.generic]:
         """The nearest representable values, saturated, in the format's own type; `values` are divided by the scale."""
         clipped = np.clip(values, self.minimum, self.maximum)
         if self.integer:
-            # By way of int8: a cast from floats to a 4-bit type is ten times slower.
-            return np.rint(clipped, out=clipped).astype(np.int8).astype(self.element)
+            # By way of bytes: a cast from floats to a 4-bit type is ten times slower.
+            octet = np.uint8 if self.asymmetric else np.int8
+            return np.rint(clipped, out=clipped).astype(octet).astype(self.element)
         return clipped.astype(self.element)
 
     def nearest(self, values: Floats) -> Floats:
@@ -70,6 +77,7 @@ FORMATS = {
         _format("int8", -127, 127, 8, np.int8),
         _format("int4", -8, 7, 4, ml_dtypes.int4),
         _format("uint4", 0, 15, 4, ml_dtypes.uint4),
+        _format("uint8", 0, 255, 8, np.uint8),
         _format("float8_e4m3fn", -448, 448, 8, ml_dtypes.float8_e4m3fn),
         _format("float4_e2m1", -6, 6, 4, ml_dtypes.float4_e2m1fn),
     )

@@ -27,6 +27,7 @@ from onnx_ir.tape import Tape
 from kvgraph.export.contract import Contract, StateTensor
 from kvgraph.export.passes.constants import constant
 from kvgraph.quant.formats import FORMATS, Floats
+from kvgraph.quant.graph_ops import dequantized
 from kvgraph.quant.key_positions import forget_capacity, place_keys
 from kvgraph.quant.plan import CacheRange
 from kvgraph.quant.quantized_weight import stored_scale
@@ -80,6 +81,7 @@ class _Codec:
         form: Number format.
         dtype: Of the values.
         scale: [], [K] or [K, D].
+        scale_dtype: Of the scale, where it is not one by channel.
         offset: [K, D].
     """
 
@@ -88,6 +90,7 @@ class _Codec:
     form: str
     dtype: ir.DataType
     scale: Floats
+    scale_dtype: ir.DataType
     offset: Floats
 
     @property
@@ -119,8 +122,8 @@ class _Codec:
     def dequantize(self, tape: Tape, codes: ir.Value, name: str) -> ir.Value:
         """Values of codes [B, K, ..., D], but for what is applied elsewhere."""
         name = f"{self.name}/{name}"
-        result = tape.op("DequantizeLinear", [codes, *self._operands()], self._axis(), name=name)
-        result.name, result.type, result.shape = name, ir.TensorType(self.dtype), codes.shape
+        result = dequantized(tape, [codes, *self._operands()], name, self._axis(), self.dtype)
+        result.type, result.shape = ir.TensorType(self.dtype), codes.shape
         return result
 
     def restore(self, tape: Tape, values: ir.Value, name: str) -> ir.Value:
@@ -145,7 +148,7 @@ class _Codec:
         zero_point = np.zeros(scale.shape, FORMATS[self.form].element)
         name = f"{self.dtype.name.lower()}.1" if self.by_channel else f"{self.name}/scale"
         return (
-            constant(self.graph, name, scale, self.dtype),
+            constant(self.graph, name, scale, self.dtype if self.by_channel else self.scale_dtype),
             constant(self.graph, ".".join([self.form, "0", *map(str, scale.shape)]), zero_point),
         )
 
@@ -165,8 +168,9 @@ def _rewrite_state(
     update, dtype = scatter.inputs[1], past.dtype
     assert update is not None
     assert dtype is not None
-    scale = stored_scale(span.scale, dtype.numpy())
-    codec = _Codec(graph, tensor.name, scheme.format, dtype, scale, span.offset)
+    scale_dtype = ir.DataType.FLOAT if scheme.scale_form == "float32" else dtype
+    scale = stored_scale(span.scale, scale_dtype.numpy())
+    codec = _Codec(graph, tensor.name, scheme.format, dtype, scale, scale_dtype, span.offset)
     readers = [(use.node, use.idx) for use in present.uses()]
     tape = Tape()
     codes = codec.quantize(tape, update)

@@ -9,6 +9,9 @@ adds to a `GraphPlan` what the recipe cannot know, in three forms:
 | `rescalings` | SmoothQuant and AWQ: factors that one weight gains and another loses, the function unchanged |
 | `weight_quantizer` | GPTQ: which code every weight gets |
 
+A checkpoint that is quantized already brings `ready_weights` instead: codes and scales as they stand, and the order in
+which it stores a matrix's inputs.
+
 Everything else (which tensors there are, where they go, how the graphs are rewritten) is the pipeline's.
 """
 
@@ -16,12 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvgraph.export.contract import GRAPHS, GraphName
 from kvgraph.quant.formats import Floats
+from kvgraph.quant.linears import Linear
 from kvgraph.quant.quantized_weight import QuantizedWeight, quantize_weight
 from kvgraph.quant.recipe import Recipe, load_recipe
 from kvgraph.quant.scheme import CacheScheme, WeightScheme
@@ -56,6 +61,20 @@ WeightQuantizer = Callable[[WeightPart], QuantizedWeight]
 def round_to_nearest(part: WeightPart) -> QuantizedWeight:
     """The default `WeightQuantizer`: every weight to the nearest code."""
     return quantize_weight(part.weight, part.scheme, part.scale_dtype, part.largest)
+
+
+class ReadyWeights(Protocol):
+    """Weights that are quantized already."""
+
+    def read(self, linear: Linear, expert: int, start: int, stop: int) -> QuantizedWeight:
+        """Outputs `start` to `stop` of a weight, or of one expert's.
+
+        Raises:
+            ValueError: They are damaged.
+        """
+
+    def input_order(self, module: str) -> NDArray[np.int32] | None:
+        """Which input of a module each row of its codes is for, [I]; None: the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +113,14 @@ class GraphPlan:
         activation_scales: Module -> scale of its input; for every module whose recipe has one scale for a tensor.
         rescalings: Name of a stored tensor ("model.layers.0.input_layernorm.weight") -> its factors, applied in
             float32 before the tensor is rounded or, where it stays float, stored.
+        ready_weights: Codes and scales in the place of `weight_quantizer`; None where weights are float.
     """
 
     recipe: Recipe
     weight_quantizer: WeightQuantizer = round_to_nearest
     activation_scales: Mapping[str, float] = field(default_factory=dict)
     rescalings: Mapping[str, Rescaling] = field(default_factory=dict)
+    ready_weights: ReadyWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)

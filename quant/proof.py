@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.contract import GraphName
-from kvgraph.quant.bundle_weights import BundleWeights, as_float32
+from kvgraph.quant.bundle_weights import BundleWeights, FloatWeights, as_float32
 from kvgraph.quant.formats import Floats
 from kvgraph.quant.plan import Rescaling
 from kvgraph.quant.reload import (
@@ -97,7 +97,7 @@ class WeightProof:
 
 def prove_weights(
     bundle: Bundle,
-    source: BundleWeights,
+    source: FloatWeights,
     choices: Mapping[GraphName, GraphChoice],
     jobs: Iterable[TensorJob],
 ) -> WeightProof:
@@ -151,7 +151,7 @@ def _prove(
     stored: StoredWeight,
     weight: DequantizedWeight,
     written: BundleWeights,
-    source: BundleWeights,
+    source: FloatWeights,
     choices: Mapping[GraphName, GraphChoice],
 ) -> ModuleProof:
     signal = noise = largest = 0.0
@@ -161,6 +161,10 @@ def _prove(
         noise += float(np.square(error, dtype=np.float64).sum())
         largest = max(largest, float(error.max()))
     snr = _decibels(signal, noise)
+    if job.plan.ready_weights is not None and snr is not None:
+        raise RuntimeError(
+            f"{job.name}: read back, it differs from the checkpoint's by up to {largest:g}, expected 0"
+        )
     if snr is not None and snr < _LEAST_SNR_DB:
         raise RuntimeError(
             f"{job.name}: read back, its signal to noise is {snr} dB, expected at least {_LEAST_SNR_DB}; "
@@ -185,7 +189,7 @@ def _pairs(
     stored: StoredWeight,
     weight: DequantizedWeight,
     written: BundleWeights,
-    source: BundleWeights,
+    source: FloatWeights,
 ) -> Iterator[tuple[Floats, Floats]]:
     """Rows of the source (of experts: matrices), rescaled, and the same of the new weight."""
     rows, *rest = stored.linear.shape
@@ -194,7 +198,10 @@ def _pairs(
     step = max(unit, PART_WEIGHTS // math.prod(rest) // unit * unit)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        exact = as_float32(source.read(job.source, start, stop))
+        if weight.input_order is None:
+            exact = as_float32(source.read(job.source, start, stop))
+        else:
+            exact = as_float32(source.read(job.source)[weight.input_order[start:stop]])
         yield _rescaled(exact, stored, job.rescaling, start), read_rows(written, weight, start, stop)
 
 

@@ -98,7 +98,7 @@ def choose_scales(
 
     `inputs` [G, R, block], where there are any, are what the blocks multiply.
     """
-    if scheme.format == "uint4":
+    if FORMATS[scheme.format].asymmetric:
         scale, zero_point = _asymmetric(blocks, scheme, scale_dtype, inputs)
         return scale, zero_point, None
     form = FORMATS[scheme.format]

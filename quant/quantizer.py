@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -19,14 +19,17 @@ from kvgraph.export.bundle import BUNDLE_FILE, TARGETS, Bundle, FileEntry, hash_
 from kvgraph.export.contract import GRAPHS, GraphName, graph_file
 from kvgraph.export.weights_file import WEIGHTS_FILE, WeightLayout, WeightsWriter, plan_layout
 from kvgraph.export.writer import writing_directory
-from kvgraph.quant.bundle_weights import BundleWeights
+from kvgraph.quant.bundle_weights import BundleWeights, FloatWeights
 from kvgraph.quant.evaluation import evaluate_bundle, read_evaluation_text
 from kvgraph.quant.kv_cache import delta_contract, quantize_cache
+from kvgraph.quant.linears import Linear
 from kvgraph.quant.plan import GraphPlan, QuantizationPlan, needs_calibration, round_to_nearest
 from kvgraph.quant.proof import WeightProof, prove_weights
-from kvgraph.quant.rewrite import dequantize_weight, quantize_inputs, quantize_tokens, relocate_weights
+from kvgraph.quant.rewrite import dequantize_weight, quantize_inputs, relocate_weights, reorder_inputs
+from kvgraph.quant.scheme import ActivationScheme
 from kvgraph.quant.tensor_jobs import GraphChoice, TensorJob, choose_schemes, plan_jobs
 from kvgraph.quant.tensor_writer import write_tensor
+from kvgraph.quant.token_scales import quantize_token_blocks, quantize_tokens
 
 _PACKAGES = ("ml_dtypes", "numpy", "onnx", "onnx-ir")
 
@@ -63,7 +66,7 @@ def quantize_bundle(
         BundleWeights(bundle) as weights,
         writing_directory(output, BUNDLE_FILE, force, (TARGETS,)) as directory,
     ):
-        quantized, proof = _fill(directory, bundle, weights, plan)
+        quantized, proof = fill_bundle(directory, bundle, weights, plan)
         sizes = {
             "float": bundle.files[WEIGHTS_FILE].size,
             "quantized": quantized.files[WEIGHTS_FILE].size,
@@ -75,8 +78,8 @@ def quantize_bundle(
     return Bundle.open(output)
 
 
-def _fill(
-    directory: Path, bundle: Bundle, weights: BundleWeights, plan: QuantizationPlan
+def fill_bundle(
+    directory: Path, bundle: Bundle, weights: FloatWeights, plan: QuantizationPlan
 ) -> tuple[Bundle, WeightProof]:
     """Graphs, weights and tokenizer of the quantized bundle; its description, and what it says when read back."""
     graphs = bundle.contract.graphs
@@ -165,7 +168,7 @@ def _refuse_uncalibrated(graph: GraphPlan, plan: QuantizationPlan) -> None:
         raise ValueError(f"recipe {recipe.name!r}: {what[0]} needs data; give --calibration FILE")
 
 
-def _specs(weights: BundleWeights, jobs: Iterable[TensorJob]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _specs(weights: FloatWeights, jobs: Iterable[TensorJob]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Name -> dtype and shape of every tensor that the jobs write."""
     specs: dict[str, tuple[str, tuple[int, ...]]] = {}
     for job in jobs:
@@ -193,25 +196,32 @@ def _rewrite(
             dequantize_weight(model, job.stored, layout)
     relocate_weights(model, layout, {job.source: job.name for job in mine if job.stored is None})
     codes = {job.stored.linear: job.stored.codes.name for job in mine if job.stored is not None}
-    static: dict[str, dict[str, float]] = {}
-    dynamic: dict[str, list[str]] = {}
-    for linear, scheme in choice.schemes.items():
-        if scheme.activation is None:
-            continue
-        if scheme.activation.granularity == "token":
-            dynamic.setdefault(scheme.activation.format, []).append(codes[linear])
+    if (ready := plan.graph(graph).ready_weights) is not None:
+        orders = {name: ready.input_order(linear.module) for linear, name in codes.items()}
+        reorder_inputs(model, {name: order for name, order in orders.items() if order is not None})
+    _round_inputs(model, choice, codes, plan.graph(graph).activation_scales)
+
+
+def _round_inputs(
+    model: ir.Model, choice: GraphChoice, codes: Mapping[Linear, str], scales: Mapping[str, float]
+) -> None:
+    """Round the inputs of matrix products; `codes` names their weights, `scales` has those of whole inputs."""
+    groups: dict[ActivationScheme, list[Linear]] = {}
+    for linear, module in choice.schemes.items():
+        if module.activation is not None:
+            groups.setdefault(module.activation, []).append(linear)
+    for scheme, linears in groups.items():
+        names = [codes[linear] for linear in linears]
+        if scheme.granularity == "tensor":
+            static = {codes[linear]: scales[linear.module] for linear in linears}
+            quantize_inputs(model, static, scheme.format, scheme.scale_form == "float32")
+        elif scheme.block_size is None:
+            quantize_tokens(model, names, scheme.format)
         else:
-            scale = plan.graph(graph).activation_scales[linear.module]
-            static.setdefault(scheme.activation.format, {})[codes[linear]] = scale
-    for form, scales in static.items():
-        quantize_inputs(model, scales, form)
-    for form, names in dynamic.items():
-        quantize_tokens(model, names, form)
+            quantize_token_blocks(model, names, scheme.format, scheme.block_size)
 
 
-def _write_weights(
-    path: Path, layout: WeightLayout, weights: BundleWeights, jobs: Iterable[TensorJob]
-) -> str:
+def _write_weights(path: Path, layout: WeightLayout, weights: FloatWeights, jobs: Iterable[TensorJob]) -> str:
     with WeightsWriter(path, layout) as writer:
         total = sum(weights.tensors[job.source].size for job in jobs)
         with tqdm(total=total, desc="quantizing", unit="B", unit_scale=True, disable=None) as bar:

@@ -65,6 +65,7 @@ class Recipe:
         algorithm: How codes are chosen: round to nearest, GPTQ, AWQ.
         smooth_quant: Alpha of SmoothQuant, "search" for each layer's best, or None.
         kv_cache: How the cache is quantized.
+        origin: Of a recipe that a checkpoint brought: its method, and what it says of its quantization; else None.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Recipe:
     algorithm: str = "rtn"
     smooth_quant: float | Literal["search"] | None = None
     kv_cache: CacheScheme | None = None
+    origin: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
@@ -143,7 +145,9 @@ def parse_recipe(data: Mapping[str, Any], name: str) -> Recipe:
     """
     values = dict(data)
     where = f"recipe {values.setdefault('name', name)!r}"
-    _refuse_unknown(values, {*(field.name for field in fields(Recipe)), "override"} - {"overrides"}, where)
+    _refuse_unknown(
+        values, {*(field.name for field in fields(Recipe)), "override"} - {"overrides", "origin"}, where
+    )
     linear = values.pop("linear", None)
     cache = values.pop("kv_cache", None)
     overrides = tuple(_override(entry, where) for entry in values.pop("override", ()))

@@ -5,10 +5,12 @@ Nothing here asks what was meant to be written: the oracle of `kvgraph.quant.pro
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from kvgraph.export.assemble import ir_dtype
 from kvgraph.quant.bundle_weights import BundleWeights, as_float32
@@ -28,6 +30,7 @@ class DequantizedWeight:
         block_size: Entries of a block along `axis`; None: one scale a channel.
         compute: NumPy type of the result.
         readers: Operators that read it.
+        input_order: Which of its inputs a matrix product gives to each row; None: as they come.
         rounds_inputs: Whether a matrix product that reads it has a quantized input.
     """
 
@@ -39,6 +42,7 @@ class DequantizedWeight:
     block_size: int | None
     compute: np.dtype[np.generic]
     readers: tuple[str, ...]
+    input_order: NDArray[np.int64] | None
     rounds_inputs: bool
 
 
@@ -49,13 +53,14 @@ def find_dequantized(model: ir.Model) -> dict[str, DequantizedWeight]:
         codes = node.inputs[0] if node.op_type == "DequantizeLinear" else None
         if codes is None or not _is_stored(codes) or len(codes.shape or ()) < 2:
             continue
-        readers = [use.node for use in node.outputs[0].uses()]
+        result = _cast(node.outputs[0])
+        readers = [use.node for use in result.uses()]
         if all(reader.op_type == "DequantizeLinear" for reader in readers):
             continue  # NVFP4's scales
         scale, factor = _scale(node.inputs[1])
         zero_point = node.inputs[2] if len(node.inputs) > 2 else None
         block, axis = node.attributes.get("block_size"), node.attributes.get("axis")
-        assert node.outputs[0].dtype is not None
+        assert result.dtype is not None
         weight = DequantizedWeight(
             codes=_name(codes),
             scale=scale,
@@ -63,9 +68,10 @@ def find_dequantized(model: ir.Model) -> dict[str, DequantizedWeight]:
             global_scale=factor,
             axis=1 if axis is None else axis.as_int(),
             block_size=(block.as_int() or None) if block is not None else None,
-            compute=node.outputs[0].dtype.numpy(),
+            compute=result.dtype.numpy(),
             readers=tuple(reader.op_type for reader in readers),
-            rounds_inputs=any(_has_quantized_input(reader) for reader in readers),
+            input_order=_input_order(readers),
+            rounds_inputs=any(_has_quantized_input(product) for product in _products(readers)),
         )
         found[weight.codes] = weight
     return found
@@ -137,9 +143,53 @@ def _scale(value: ir.Value | None) -> tuple[str, str | None]:
     return _name(producer.inputs[0]), _name(producer.inputs[1])
 
 
+def _cast(value: ir.Value) -> ir.Value:
+    """What a value becomes by the `Cast` that alone reads it; itself where there is none."""
+    uses = list(value.uses())
+    return uses[0].node.outputs[0] if len(uses) == 1 and uses[0].node.op_type == "Cast" else value
+
+
+def _products(readers: Iterable[ir.Node]) -> Iterator[ir.Node]:
+    """What reads a weight, and what reads an expert that is chosen from it."""
+    for reader in readers:
+        yield reader
+        if reader.op_type == "Gather":
+            yield from (use.node for use in reader.outputs[0].uses() if use.idx == 1)
+
+
+def _input_order(readers: Iterable[ir.Node]) -> NDArray[np.int64] | None:
+    """The constant order into which a `Gather` puts the inputs of the matrix products that read a weight.
+
+    Raises:
+        RuntimeError: They get different ones.
+    """
+    orders = []
+    for reader in readers:
+        producer = None if reader.inputs[0] is None else reader.inputs[0].producer()
+        indices = None
+        if reader.op_type == "MatMul" and producer is not None and producer.op_type == "Gather":
+            axis = producer.attributes.get("axis")
+            last = axis is not None and axis.as_int() == -1 and producer.inputs[1] is not None
+            indices = (
+                ir.convenience.get_const_tensor(producer.inputs[1]) if last and producer.inputs[1] else None
+            )
+        orders.append(None if indices is None else indices.numpy().astype(np.int64))
+    if not orders or all(order is None for order in orders):
+        return None
+    first = orders[0]
+    if first is None or any(order is None or not np.array_equal(order, first) for order in orders):
+        raise RuntimeError("a weight is read by products that put their inputs into different orders")
+    return first
+
+
 def _has_quantized_input(node: ir.Node) -> bool:
-    producer = None if node.inputs[0] is None else node.inputs[0].producer()
-    return node.op_type == "MatMul" and producer is not None and producer.op_type == "DequantizeLinear"
+    """Whether the input of a matrix product comes from a `DequantizeLinear`, scaled or cast on the way."""
+    value = node.inputs[0] if node.op_type == "MatMul" else None
+    producer = None if value is None else value.producer()
+    while producer is not None and producer.op_type in ("Cast", "Mul", "Reshape"):
+        value = producer.inputs[0]
+        producer = None if value is None else value.producer()
+    return producer is not None and producer.op_type == "DequantizeLinear"
 
 
 def _is_stored(value: ir.Value) -> bool:

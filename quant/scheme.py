@@ -8,7 +8,7 @@ from typing import Literal
 
 from kvgraph.quant.formats import FORMATS
 
-ScaleForm = Literal["float", "float8_e4m3fn", "power_of_two"]
+ScaleForm = Literal["float", "float32", "float8_e4m3fn", "power_of_two"]
 WeightClip = Literal["absmax", "mse"]
 ActivationClip = Literal["absmax", "percentile", "mse", "entropy"]
 
@@ -18,10 +18,11 @@ class WeightScheme:
     """How a weight matrix is rounded.
 
     Attributes:
-        format: Number format; "uint4" is asymmetric, with a zero point for each scale.
+        format: Number format; "uint4" and "uint8" are asymmetric, with a zero point for each scale.
         block_size: Weights along the input that share a scale; None: all inputs of an output channel share one.
-        scale_form: "float": the compute type; "float8_e4m3fn": two levels, E4M3 block scales times one float32 of the
-            tensor (NVFP4); "power_of_two": a power of two kept in the compute type (MXFP4).
+        scale_form: "float": the compute type; "float32": that, whatever the compute type; "float8_e4m3fn": two levels,
+            E4M3 block scales times one float32 of the tensor (NVFP4); "power_of_two": a power of two kept in the
+            compute type (MXFP4).
         clip: "absmax" covers every value; "mse" picks the range with the least squared error for each scale.
     """
 
@@ -32,11 +33,13 @@ class WeightScheme:
 
     def __post_init__(self) -> None:
         _one_of("weight format", self.format, FORMATS)
-        _one_of("scale_form", self.scale_form, ("float", "float8_e4m3fn", "power_of_two"))
+        _one_of("scale_form", self.scale_form, ("float", "float32", "float8_e4m3fn", "power_of_two"))
         _one_of("weight clip", self.clip, ("absmax", "mse"))
         if self.block_size is not None and (self.block_size < 16 or self.block_size & (self.block_size - 1)):
             raise ValueError(f"block_size is {self.block_size}, expected a power of two of at least 16")
-        if self.scale_form != "float" and (self.block_size is None or self.format != "float4_e2m1"):
+        if self.scale_form not in ("float", "float32") and (
+            self.block_size is None or self.format != "float4_e2m1"
+        ):
             raise ValueError(f"scale_form {self.scale_form!r} goes with float4_e2m1 in blocks alone")
 
 
@@ -47,17 +50,26 @@ class ActivationScheme:
     Attributes:
         format: "int8" or "float8_e4m3fn".
         granularity: "tensor": one calibrated scale; "token": each row of the input gets its own scale in the graph.
+        block_size: Of "token": entries of a row that share a scale; None: all.
+        scale_form: Of "tensor": type that the scale is stored in, see `WeightScheme`.
         clip: How a calibrated range is chosen; of no effect per token.
     """
 
     format: str
     granularity: Literal["tensor", "token"]
     clip: ActivationClip = "absmax"
+    block_size: int | None = None
+    scale_form: Literal["float", "float32"] = "float"
 
     def __post_init__(self) -> None:
         _one_of("activation format", self.format, ("int8", "float8_e4m3fn"))
         _one_of("granularity", self.granularity, ("tensor", "token"))
         _one_of("activation clip", self.clip, ("absmax", "percentile", "mse", "entropy"))
+        _one_of("activation scale_form", self.scale_form, ("float", "float32"))
+        if self.block_size is not None and (self.granularity != "token" or self.block_size < 1):
+            raise ValueError(
+                f"block_size is {self.block_size} of an input by {self.granularity}; tokens alone have blocks"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +79,17 @@ class CacheScheme:
     Attributes:
         format: "int8" or "float8_e4m3fn".
         granularity: What shares a scale: the whole tensor, a head, or a channel of a head.
+        scale_form: Type that scales are stored in, see `WeightScheme`.
     """
 
     format: str
     granularity: Literal["tensor", "head", "channel"] = "channel"
+    scale_form: Literal["float", "float32"] = "float"
 
     def __post_init__(self) -> None:
         _one_of("cache format", self.format, ("int8", "float8_e4m3fn"))
         _one_of("cache granularity", self.granularity, ("tensor", "head", "channel"))
+        _one_of("cache scale_form", self.scale_form, ("float", "float32"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +107,14 @@ class ModuleScheme:
     def __post_init__(self) -> None:
         if self.activation is None:
             return
-        if self.weight.format != self.activation.format or self.weight.block_size is not None:
+        # Integers are multiplied as integers: their scales must leave the sum.
+        whole = self.activation.format != "int8" or (
+            self.weight.block_size is None and self.activation.block_size is None
+        )
+        if self.weight.format != self.activation.format or not whole:
             raise ValueError(
-                f"an input in {self.activation.format} goes with a weight of the same format and one scale for each "
-                f"output channel, not with {self.weight}"
+                f"an input in {self.activation.format} goes with a weight of the same format and, of integers, one "
+                f"scale for each output channel, not with {self.weight}"
             )
 
 

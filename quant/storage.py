@@ -3,8 +3,8 @@
 | tensor | dtype | shape of matmul | of table | of experts |
 |---|---|---|---|---|
 | `M.weight` | the format | [I, O] | [V, E] | [X, I, O] |
-| `M.weight_scale` | the weight's, or float8_e4m3fn | [O], or [blocks, O] | [V], or [V, blocks] | [X, blocks, O] |
-| `M.weight_zero_point` | int4 | like the scale | like the scale | like the scale |
+| `M.weight_scale` | the weight's, float32, float8_e4m3fn | [O], or [blocks, O] | [V], or [V, blocks] | [X, blocks, O] |
+| `M.weight_zero_point` | int4 or int8 | like the scale | like the scale | like the scale |
 | `M.weight_global_scale` | float32, NVFP4 only | [] | [] | [] |
 
 Where the graphs do not share a weight, the names of each graph's tensors begin with "prefill." and "decode.".
@@ -24,13 +24,10 @@ from kvgraph.export.contract import TensorSpec
 from kvgraph.export.weight_kinds import element_bits
 from kvgraph.export.weights_file import WeightsWriter
 from kvgraph.quant.bundle_weights import NUMPY_TYPES
-from kvgraph.quant.formats import pack
+from kvgraph.quant.formats import FORMATS, pack
 from kvgraph.quant.linears import Linear
 from kvgraph.quant.quantized_weight import QuantizedWeight
 from kvgraph.quant.scheme import WeightScheme
-
-# What int4 codes and zero points are less than the uint4 ones that they stand for.
-UINT4_OFFSET = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +74,15 @@ def plan_storage(linear: Linear, scheme: WeightScheme, prefix: str, dtype: str) 
             blocks if axis == linear.inputs_axis else size for axis, size in enumerate(linear.shape)
         )
     name = f"{prefix}{linear.tensor}"
-    asymmetric, two_levels = scheme.format == "uint4", scheme.scale_form == "float8_e4m3fn"
+    form, two_levels = FORMATS[scheme.format], scheme.scale_form == "float8_e4m3fn"
+    codes = f"int{form.bits}" if form.asymmetric else scheme.format
+    scale = scheme.scale_form if scheme.scale_form in ("float32", "float8_e4m3fn") else dtype
     return StoredWeight(
         linear,
         scheme,
-        TensorSpec(name, "int4" if asymmetric else scheme.format, linear.shape),
-        TensorSpec(f"{name}_scale", "float8_e4m3fn" if two_levels else dtype, shape),
-        TensorSpec(f"{name}_zero_point", "int4", shape) if asymmetric else None,
+        TensorSpec(name, codes, linear.shape),
+        TensorSpec(f"{name}_scale", scale, shape),
+        TensorSpec(f"{name}_zero_point", codes, shape) if form.asymmetric else None,
         TensorSpec(f"{name}_global_scale", "float32", ()) if two_levels else None,
     )
 
@@ -130,7 +129,8 @@ def write_part(writer: WeightsWriter, stored: StoredWeight, part: QuantizedWeigh
     """Write the codes and scales of a part."""
     codes, zero_point = part.codes, part.zero_point
     if zero_point is not None:
-        codes, zero_point = _signed(codes), _signed(zero_point)
+        bits = element_bits(stored.codes.dtype)
+        codes, zero_point = _signed(codes, bits), _signed(zero_point, bits)
     _write_outputs(writer, stored, stored.codes, codes, place)
     scale = part.scale.astype(NUMPY_TYPES[stored.scale.dtype])
     _write_outputs(writer, stored, stored.scale, scale, place)
@@ -158,9 +158,9 @@ def _write_outputs(
         writer.write(spec.name, pack(line, bits).data, (first + index * outputs) * bits // 8)
 
 
-def _signed(values: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Unsigned 4-bit numbers as the signed ones that are 8 less: the highest bit turned over."""
-    return (values.view(np.uint8) ^ np.uint8(UINT4_OFFSET)).view(NUMPY_TYPES["int4"])
+def _signed(values: NDArray[np.generic], bits: int) -> NDArray[np.generic]:
+    """Unsigned numbers as the signed ones that are half their range less: the highest bit turned over."""
+    return (values.view(np.uint8) ^ np.uint8(1 << (bits - 1))).view(NUMPY_TYPES[f"int{bits}"])
 
 
 def _bytes(array: NDArray[Any]) -> memoryview:

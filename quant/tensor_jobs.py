@@ -71,7 +71,9 @@ def choose_schemes(model: ir.Model, plan: GraphPlan) -> GraphChoice:
         elif splits_bytes(plan_storage(linear, scheme.weight, "", "float32")):
             left[linear.module] = "an expert's 4-bit weights or zero points would begin within a byte"
         else:
-            schemes[linear] = scheme if linear.kind == "matmul" else ModuleScheme(scheme.weight)
+            # Experts' inputs are rounded where a checkpoint was made for that alone.
+            whole = linear.kind == "matmul" or plan.ready_weights is not None
+            schemes[linear] = scheme if whole else ModuleScheme(scheme.weight)
     if not schemes and recipe.kv_cache is None:
         raise ValueError(f"recipe {recipe.name!r} quantizes no weight of {model.graph.name}")
     _check_scales(schemes, plan)

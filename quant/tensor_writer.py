@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvgraph.export.weights_file import WeightsWriter
-from kvgraph.quant.bundle_weights import NUMPY_TYPES, BundleWeights, as_float32
+from kvgraph.quant.bundle_weights import NUMPY_TYPES, FloatWeights, as_float32
 from kvgraph.quant.formats import Floats
 from kvgraph.quant.linears import Linear
 from kvgraph.quant.plan import Rescaling, WeightPart, round_to_nearest
@@ -21,7 +21,7 @@ PART_WEIGHTS = 1 << 22
 _PIECE_BYTES = 32 << 20
 
 
-def write_tensor(writer: WeightsWriter, weights: BundleWeights, job: TensorJob) -> None:
+def write_tensor(writer: WeightsWriter, weights: FloatWeights, job: TensorJob) -> None:
     """Do one job.
 
     Args:
@@ -40,9 +40,7 @@ def write_tensor(writer: WeightsWriter, weights: BundleWeights, job: TensorJob) 
         _copy(writer, weights, job)
 
 
-def read_part(
-    weights: BundleWeights, linear: Linear, place: PartPlace, rescaling: Rescaling | None
-) -> Floats:
+def read_part(weights: FloatWeights, linear: Linear, place: PartPlace, rescaling: Rescaling | None) -> Floats:
     """The weights [I, stop - start] of a part, rescaled, as a float32 array."""
     start, stop = place.start, place.stop
     if linear.kind == "matmul":
@@ -64,10 +62,14 @@ def rescale(values: Floats, rescaling: Rescaling, inputs: slice, outputs: slice)
 
 
 def _write_quantized(
-    writer: WeightsWriter, weights: BundleWeights, job: TensorJob, stored: StoredWeight
+    writer: WeightsWriter, weights: FloatWeights, job: TensorJob, stored: StoredWeight
 ) -> None:
     linear, scale_dtype = stored.linear, NUMPY_TYPES[weights.tensors[job.source].dtype]
     places = list(plan_parts(stored, PART_WEIGHTS))
+    if (ready := job.plan.ready_weights) is not None:
+        for place in places:
+            write_part(writer, stored, ready.read(linear, place.expert, place.start, place.stop), place)
+        return
     largest = None
     if stored.global_scale is not None:
         peaks = (np.abs(read_part(weights, linear, place, job.rescaling)).max() for place in places)
@@ -83,7 +85,7 @@ def _write_quantized(
 
 
 def _write_rescaled(
-    writer: WeightsWriter, weights: BundleWeights, job: TensorJob, rescaling: Rescaling
+    writer: WeightsWriter, weights: FloatWeights, job: TensorJob, rescaling: Rescaling
 ) -> None:
     offset = 0
     for start, values in _pieces(weights, job.source):
@@ -99,14 +101,14 @@ def _write_rescaled(
         offset += stored.nbytes
 
 
-def _copy(writer: WeightsWriter, weights: BundleWeights, job: TensorJob) -> None:
+def _copy(writer: WeightsWriter, weights: FloatWeights, job: TensorJob) -> None:
     offset = 0
     for _, values in _pieces(weights, job.source):
         writer.write(job.name, _bytes(values), offset)
         offset += values.nbytes
 
 
-def _pieces(weights: BundleWeights, name: str) -> Iterator[tuple[int, NDArray[np.generic]]]:
+def _pieces(weights: FloatWeights, name: str) -> Iterator[tuple[int, NDArray[np.generic]]]:
     """A tensor in pieces along its first axis: where each begins, and its values."""
     stored = weights.tensors[name]
     if not stored.shape:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import pytest
@@ -95,8 +96,8 @@ def run_exactly() -> Callable[[Bundle], OrtSession]:
     """
     options = kvgraph.runtime.ort.session_options
 
-    def exact_options(threads: int | None, mapped_weights: bool, library: Path | None = None) -> object:
-        found = options(threads, mapped_weights, library)
+    def exact_options(*arguments: Any) -> object:
+        found = options(*arguments)
         found.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         return found
 

@@ -22,6 +22,7 @@ VALUES = {
     "int8": tuple(range(-127, 128)),
     "int4": tuple(range(-8, 8)),
     "uint4": tuple(range(16)),
+    "uint8": tuple(range(256)),
     "float8_e4m3fn": tuple(sorted({*E4M3, *(-value for value in E4M3)})),
     "float4_e2m1": tuple(sorted({*E2M1, *(-value for value in E2M1)})),
 }
