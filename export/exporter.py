@@ -71,6 +71,23 @@ class TracedModel:
     weights: WeightPlan
 
 
+@dataclass(frozen=True, slots=True)
+class ExportedGraphs:
+    """Graphs on the disk.
+
+    Attributes:
+        traced: What they were made from.
+        layout: The weights file that they read.
+        dtype: Type of weights, activations and cache.
+        residual_dtype: Type of the residual stream.
+    """
+
+    traced: TracedModel
+    layout: WeightLayout
+    dtype: str
+    residual_dtype: str
+
+
 def export_checkpoint(
     checkpoint: Checkpoint, output: str | Path, options: ExportOptions | None = None, *, force: bool = False
 ) -> Bundle:
@@ -87,27 +104,46 @@ def export_checkpoint(
         FileExistsError: `output` exists and `force` is off.
     """
     options = options or ExportOptions()
+    with writing_directory(output, BUNDLE_FILE, force, (TARGETS,)) as directory:
+        stream = checkpoint.weights() if options.weights else None
+        graphs = export_graphs(directory, checkpoint, options, stream)
+        hashes = {}
+        if stream is not None:
+            path = directory / WEIGHTS_FILE
+            hashes[WEIGHTS_FILE] = _write_weights(path, stream, graphs.traced, graphs.layout)
+        _check_graphs(directory, graphs.traced.contract.graphs, graphs.layout)
+        bundle = describe_bundle(directory, checkpoint, graphs, hashes, stream is not None)
+        text = json.dumps(bundle.to_json(), indent=1, ensure_ascii=False)
+        (directory / BUNDLE_FILE).write_text(text + "\n", encoding="utf-8")
+    return Bundle.open(output)
+
+
+def export_graphs(
+    directory: Path, checkpoint: Checkpoint, options: ExportOptions, stream: WeightStream | None
+) -> ExportedGraphs:
+    """Write a bundle's graphs and its tokenizer; the weights that the graphs read are for the caller to write.
+
+    Args:
+        directory: Where to.
+        checkpoint: From `open_checkpoint`.
+        options: See `ExportOptions`.
+        stream: The weights, to be checked against the model; None where there are none.
+
+    Raises:
+        ValueError: The checkpoint or an option is wrong.
+    """
     config = checkpoint.config
     dtype = _known_dtype(options.dtype or checkpoint.dtype(), "dtype")
     residual_dtype = _known_dtype(options.residual_dtype or dtype, "residual_dtype")
     _check_capacity(options.capacity, config)
     check_end_tokens(checkpoint)
-    with writing_directory(output, BUNDLE_FILE, force, (TARGETS,)) as directory:
-        # What can be refused at once comes first.
-        checkpoint.write_tokenizer(directory)
-        precision = Precision(getattr(torch, dtype), getattr(torch, residual_dtype))
-        stream = checkpoint.weights() if options.weights else None
-        traced = trace_model(config, precision, options.capacity, stream)
-        layout = plan_layout(traced.parameters)
-        _write_graphs(directory, traced, layout, options.debug_outputs)
-        hashes = {}
-        if stream is not None:
-            hashes[WEIGHTS_FILE] = _write_weights(directory / WEIGHTS_FILE, stream, traced, layout)
-        _check_graphs(directory, traced.contract.graphs, layout)
-        bundle = _describe(directory, checkpoint, config, traced, dtype, residual_dtype, hashes)
-        text = json.dumps(bundle.to_json(), indent=1, ensure_ascii=False)
-        (directory / BUNDLE_FILE).write_text(text + "\n", encoding="utf-8")
-    return Bundle.open(output)
+    # What can be refused at once comes first.
+    checkpoint.write_tokenizer(directory)
+    precision = Precision(getattr(torch, dtype), getattr(torch, residual_dtype))
+    traced = trace_model(config, precision, options.capacity, stream)
+    layout = plan_layout(traced.parameters)
+    _write_graphs(directory, traced, layout, options.debug_outputs)
+    return ExportedGraphs(traced, layout, dtype, residual_dtype)
 
 
 def trace_model(
@@ -192,17 +228,24 @@ def _check_graphs(directory: Path, graphs: Sequence[GraphName], layout: WeightLa
         weights.unlink()
 
 
-def _describe(
+def describe_bundle(
     directory: Path,
     checkpoint: Checkpoint,
-    config: ModelConfig,
-    traced: TracedModel,
-    dtype: str,
-    residual_dtype: str,
+    graphs: ExportedGraphs,
     hashes: Mapping[str, str],
+    weights: bool,
 ) -> Bundle:
-    """bundle.json of a filled directory; `hashes` are those known from writing."""
-    weights = {
+    """bundle.json of a filled directory.
+
+    Args:
+        directory: Where its files are.
+        checkpoint: What it was made from.
+        graphs: From `export_graphs`.
+        hashes: Those of files that are known from writing.
+        weights: Whether it has the checkpoint's weights.
+    """
+    config, traced = checkpoint.config, graphs.traced
+    described = {
         name: {
             "dtype": stored_dtype,
             "shape": list(shape),
@@ -222,12 +265,12 @@ def _describe(
         tool_version=kvgraph.__version__,
         model_type=config.model_type,
         config=config.to_json(),
-        dtype=dtype,
-        residual_dtype=residual_dtype,
+        dtype=graphs.dtype,
+        residual_dtype=graphs.residual_dtype,
         contract=traced.contract,
         recipe=None,
-        source={**asdict(checkpoint.source), "digest": checkpoint.digest(weights=WEIGHTS_FILE in hashes)},
-        weights=weights,
+        source={**asdict(checkpoint.source), "digest": checkpoint.digest(weights=weights)},
+        weights=described,
         files=files,
         versions={package: version(package) for package in _PACKAGES},
     )

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvgraph.export.bundle import Bundle
+    from kvgraph.models.checkpoint import Checkpoint
 
 NAME = "export"
 HELP = "turn a checkpoint into a bundle: its ONNX graphs, their weights and a tokenizer"
@@ -27,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--debug-outputs", action="store_true", help="make every layer's residual stream an output"
     )
+    parser.add_argument(
+        "--keep-quantized",
+        action=argparse.BooleanOptionalAction,
+        help="carry codes and scales of a quantized checkpoint over as they are, or write float weights "
+        "(default: keep those of a directory, not those of a GGUF file)",
+    )
     parser.add_argument("--force", action="store_true", help="replace a bundle that is there")
 
 
@@ -43,10 +54,29 @@ def run(args: argparse.Namespace) -> int:
         weights=not args.no_weights,
         debug_outputs=args.debug_outputs,
     )
-    bundle = export_checkpoint(checkpoint, args.output, options, force=args.force)
+    if _keeps(checkpoint, args.keep_quantized):
+        from kvgraph.quant.importer import import_checkpoint
+
+        bundle = import_checkpoint(checkpoint, args.output, options, force=args.force)
+    else:
+        bundle = export_checkpoint(checkpoint, args.output, options, force=args.force)
     size = sum(entry.size for entry in bundle.files.values())
     print(
-        f"{bundle.path}: {bundle.model_type}, {bundle.contract.num_layers} layers, {bundle.dtype}, "
+        f"{bundle.path}: {bundle.model_type}, {bundle.contract.num_layers} layers, {_types(bundle)}, "
         f"{len(bundle.files)} files, {size / 1e6:.1f} MB"
     )
     return 0
+
+
+def _keeps(checkpoint: Checkpoint, asked: bool | None) -> bool:
+    """Whether to keep what is quantized; of a GGUF file, whose blocks serve its own runtime, only if asked to."""
+    if asked is None:
+        return checkpoint.source.kind != "gguf" and checkpoint.quantized() is not None
+    return asked
+
+
+def _types(bundle: Bundle) -> str:
+    """Type of the weights, and where they are quantized what brought them."""
+    if bundle.recipe is None:
+        return bundle.dtype
+    return f"{bundle.dtype}, weights as {bundle.recipe['prefill']['name']} has them"

@@ -222,7 +222,7 @@ def test_forced_export_drops_what_was_built_from_the_old_one(
     assert not bundle.target_path("ort-cpu").exists()
 
 
-@pytest.fixture(params=["_write_graphs", "_write_weights", "_check_graphs", "_describe"])
+@pytest.fixture(params=["_write_graphs", "_write_weights", "_check_graphs", "describe_bundle"])
 def step(request: pytest.FixtureRequest) -> str:
     """A part of the export during which it may be killed."""
     return request.param
