@@ -18,18 +18,18 @@ _PREFILL_CHUNK = 512
 
 
 def convert(checkpoint: Path, model: Path, precision: str) -> None:
-    """Export, quantize and build; `precision` is JSON with the arguments of each, null where nothing is quantized.
+    """Export, quantize and build; `precision` is JSON with the arguments of quantize, null where nothing is quantized.
 
     The float bundle is written beside a quantized one, and removed.
     """
     options = json.loads(precision)
     quantize = options["quantize"]
     exported = model if quantize is None else model.with_name(model.name + "-float")
-    _run("export", str(checkpoint), "-o", str(exported), "--dtype", "float32", "--force")
+    _run("export", str(checkpoint), "-o", str(exported), "--dtype", "bfloat16", "--force")
     if quantize is not None:
-        _run("quantize", str(exported), "-o", str(model), *quantize)
+        _run("quantize", str(exported), "-o", str(model), *quantize, "--force")
         shutil.rmtree(exported)
-    _run("build", str(model), "--target", _TARGET, *options["build"])
+    _run("build", str(model), "--target", _TARGET)
 
 
 def _run(*arguments: str) -> None:

@@ -22,7 +22,7 @@ from peer_rows import ENVIRONMENTS, ROWS, SHAPES
 
 OURS, GENAI, LLAMA, FLOAT = (
     next(row for row in ROWS if row.name == name)
-    for name in ("kvgraph int4-wo", "genai int4", "llama.cpp Q4_0", "genai float32")
+    for name in ("kvgraph int4", "genai int4", "llama.cpp Q4_0", "genai float32")
 )
 RATES = peer_table.Rates(read_bytes_per_s=10e9, float32_ops_per_s=100e9, int8_ops_per_s=400e9)
 SPEED = peer_table.Speed(100.0, 10.0, 0.5, 10**9, 2 * 10**9, (7, 8, 9, 10))
