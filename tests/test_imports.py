@@ -14,8 +14,11 @@ ABSENT_WHEN_DEPLOYED = {"onnx", "onnx_ir", "onnxscript", "safetensors", "torch",
 # Chosen when a bundle is opened, so that the others need not be installed.
 RUNTIMES = {"cuda", "onnxruntime", "tensorrt", "tensorrt_rtx_bindings"}
 
+# The compiled operators are a library for ONNX Runtime, which Python finds by its name and cannot import.
 RUNTIME_MODULES = ["kvgraph.runtime"] + [
-    module.name for module in pkgutil.walk_packages(kvgraph.runtime.__path__, "kvgraph.runtime.")
+    module.name
+    for module in pkgutil.walk_packages(kvgraph.runtime.__path__, "kvgraph.runtime.")
+    if module.name != "kvgraph.runtime.kernels._operators"
 ]
 
 
