@@ -1,7 +1,7 @@
 """The operators of the ort-cpu target, in C++: where the compiled library lies, and what it runs on.
 
 Operators of the domain `kvgraph` in targets/ort-cpu; canonical graphs never hold them. Everything is float32 but the
-weights, which one UINT8 tensor holds in panels of 16 output columns (`kvgraph.export.targets.packed_weights`).
+weights, which one UINT8 tensor holds in panels of 16 output columns (`kvgraph.export.packed`).
 
 | operator | inputs | result |
 |---|---|---|

@@ -71,8 +71,8 @@ def test_table_has_shares_of_the_machine_and_says_what_failed() -> None:
     cells = [cell.strip() for cell in ours.split("|")[1:-1]]
     # 2 x 973 million products a token, 100 tokens a second, and the head once in 512.
     assert cells[:4] == [OURS.name, "100", "195%", "49%"]
-    # 5 bits of 1236 million weights and 17 million float32 numbers of cache, ten times a second.
-    assert cells[4:6] == ["10.0", "81%"]
+    # 4.5 bits of 1236 million weights and 17 million float32 numbers of cache, ten times a second.
+    assert cells[4:6] == ["10.0", "73%"]
     assert cells[6:] == ["0.50", "1.00 / 2.00", "12", "3.0", "7 8 9"]
     assert "no wheel" in failed
 
