@@ -9,13 +9,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from kvgraph.export.bundle import Bundle
-from kvgraph.export.contract import cross_key, cross_value, past_key, past_value
+from kvgraph.export.contract import (
+    CONTEXT_LENGTH,
+    GraphName,
+    cross_key,
+    cross_value,
+    past_key,
+    past_value,
+)
+from kvgraph.export.passes.slice_cache import slice_cache
 from kvgraph.export.targets.tensorrt import TensorRTOptions, build_tensorrt
 from kvgraph.export.torch_encoder_session import open_torch_session
 from kvgraph.models.checkpoint import open_checkpoint
@@ -302,6 +311,33 @@ def test_graphs_hold_standard_operators_of_opset_24(
         assert {(opset.domain, opset.version) for opset in model.opset_import} == {("", 24)}
         assert {node.domain for node in model.graph.node} == {""}
         assert not {"If", "Loop"} & {node.op_type for node in model.graph.node}
+
+
+@pytest.mark.parametrize("graph", ["prefill", "decode"])
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_tensorrt_cuts_the_cache_to_the_context_and_leaves_the_source_whole(
+    checkpoint: Path, exported: Callable[..., Bundle], graph: GraphName
+) -> None:
+    bundle = exported(checkpoint)
+    model = ir.from_proto(onnx.load(bundle.graph_path(graph), load_external_data=False))
+    assert slice_cache(model, bundle.contract)
+    attentions = [node for node in model.graph if node.op_type == "Attention"]
+    cross = [node for node in attentions if node.inputs[1].name.startswith("cross.")]
+    assert len(cross) * 2 == len(attentions)
+    for node in attentions:
+        # What follows the context length is cut: keys by Slice, masks by having asked for it.
+        key_is_cut = node.inputs[1].producer() is not None
+        assert key_is_cut == (node not in cross)
+        assert follows(node.inputs[3], CONTEXT_LENGTH) == (node not in cross)
+
+
+def follows(value: ir.Value, name: str) -> bool:
+    """Whether a value depends on the input `name`."""
+    if value.name == name:
+        return True
+    producer = value.producer()
+    inputs = () if producer is None else producer.inputs
+    return any(entry is not None and follows(entry, name) for entry in inputs)
 
 
 @pytest.mark.slow
