@@ -52,9 +52,7 @@ def test_an_index_may_list_one_file(tmp_path: Path) -> None:
 def test_a_deleted_shard_is_named(tmp_path: Path) -> None:
     two_shards(tmp_path)
     (tmp_path / "model-2.safetensors").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"names 2 files; missing: model-2.safetensors; download"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"names 2 files; missing: model-2.safetensors; download"):
         stored_tensors(tmp_path)
 
 
