@@ -9,8 +9,8 @@ constexpr int64_t kTileRows = 64;  // rows of a query tile: positions times head
 constexpr int64_t kTileKeys = 64;  // cache slots that a tile takes at once
 constexpr int64_t kMaxGroup = 8;   // query heads that `attend_one` takes at once
 
-// One position: its heads against the slots begin ... end - 1. The result is not divided by its sum yet, so that parts
-// of a long cache can be joined.
+// One position: its heads against the slots begin ... end - 1. The result is not divided by its sum yet, so
+// that parts of a long cache can be joined.
 struct AttendOne {
     const float* queries;  // [heads, size], times the scale
     const float* keys;     // [slots, size]
@@ -18,8 +18,8 @@ struct AttendOne {
     int64_t begin, end;
     int64_t heads, size;
     float softcap;
-    float* scores;  // [heads, end - begin], scratch
-    float* result;  // [heads, size]
+    float* scores;   // [heads, end - begin], scratch
+    float* result;   // [heads, size]
     float* maximum;  // [heads]
     float* sum;      // [heads]
 };

@@ -17,8 +17,8 @@ inline Floats cap(Floats scores, float softcap) {
 
 // c[r][16 lanes * columns] (+)= sum over k of a[r * a_row + k * a_step] * b[k * b_row + lanes].
 template <int rows, int columns, bool add>
-void multiply(const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_row, int64_t depth, float* c,
-              int64_t c_row) {
+void multiply(const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_row, int64_t depth,
+              float* c, int64_t c_row) {
     Floats sum[rows][columns];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; ++r) {
@@ -44,8 +44,8 @@ void multiply(const float* a, int64_t a_row, int64_t a_step, const float* b, int
 }
 
 template <int rows, int columns, bool add>
-void multiply_rows(int64_t count, const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_row,
-                   int64_t depth, float* c, int64_t c_row) {
+void multiply_rows(int64_t count, const float* a, int64_t a_row, int64_t a_step, const float* b,
+                   int64_t b_row, int64_t depth, float* c, int64_t c_row) {
     int64_t r = 0;
     for (; r + rows <= count; r += rows) {
         multiply<rows, columns, add>(a + r * a_row, a_row, a_step, b, b_row, depth, c + r * c_row, c_row);
@@ -68,10 +68,10 @@ void multiply_all(int64_t count, int64_t width, const float* a, int64_t a_row, i
     }
 }
 
-// Scores of one tile of keys, in lanes a row of queries each, to their exponentials. Returns each row's factor for what
-// was summed before.
-Floats soften(float* scores, int64_t keys, int64_t slot, const int32_t* first, const int32_t* last, bool masked,
-              float softcap, Floats& maximum, Floats& sum) {
+// Scores of one tile of keys, in lanes a row of queries each, to their exponentials. Returns each row's
+// factor for what was summed before.
+Floats soften(float* scores, int64_t keys, int64_t slot, const int32_t* first, const int32_t* last,
+              bool masked, float softcap, Floats& maximum, Floats& sum) {
     Ints low, high;
     std::memcpy(&low, first, sizeof low);
     std::memcpy(&high, last, sizeof high);
@@ -125,8 +125,8 @@ void attend_tile(const AttendTile& tile) {
         const bool masked = slot < all_first || slot + keys - 1 > all_last;
         float factors[kTileRows];
         for (int64_t n = 0; n < lanes / 16; ++n) {
-            store(factors + n * 16, soften(tile.scores + n * 16, keys, slot, first + n * 16, last + n * 16, masked,
-                                           tile.softcap, maximum[n], sum[n]));
+            store(factors + n * 16, soften(tile.scores + n * 16, keys, slot, first + n * 16, last + n * 16,
+                                           masked, tile.softcap, maximum[n], sum[n]));
         }
         for (int64_t r = 0; r < tile.rows; ++r) {
             if (factors[r] == 1.0f) continue;
@@ -137,11 +137,13 @@ void attend_tile(const AttendTile& tile) {
         const float* values = tile.values + slot * size;
         if (padded != size) {
             for (int64_t j = 0; j < keys; ++j) {
-                std::memcpy(tile.padded + j * padded, values + j * size, static_cast<size_t>(size) * sizeof(float));
+                std::memcpy(tile.padded + j * padded, values + j * size,
+                            static_cast<size_t>(size) * sizeof(float));
             }
             values = tile.padded;
         }
-        multiply_all<true>(tile.rows, padded, tile.scores, 1, kTileRows, values, padded, keys, tile.result, padded);
+        multiply_all<true>(tile.rows, padded, tile.scores, 1, kTileRows, values, padded, keys, tile.result,
+                           padded);
     }
     float sums[kTileRows];
     for (int64_t n = 0; n < kTileRows / 16; ++n) store(sums + n * 16, sum[n]);
@@ -197,7 +199,8 @@ void mix_heads(const float* weights, int64_t slots, const float* values, int64_t
 }
 
 template <int heads>
-void mix_count(int64_t count, const float* weights, int64_t slots, const float* values, int64_t size, float* result) {
+void mix_count(int64_t count, const float* weights, int64_t slots, const float* values, int64_t size,
+               float* result) {
     if (count == heads) return mix_heads<heads>(weights, slots, values, size, result);
     if constexpr (heads > 1) mix_count<heads - 1>(count, weights, slots, values, size, result);
 }

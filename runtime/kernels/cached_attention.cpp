@@ -30,8 +30,10 @@ CachedAttention::CachedAttention(const Attributes& attributes)
       softcap_(attributes.number("softcap")),
       epsilon_(attributes.number("norm_epsilon")),
       interleaved_(attributes.integer("interleaved") != 0) {
-    if (kv_heads_ < 1 || heads_ % kv_heads_ != 0) throw std::invalid_argument("num_heads is no multiple of kv_num_heads");
-    if (rotary_ % 2 != 0 || rotary_ > size_) throw std::invalid_argument("rotary_dim is odd or above head_dim");
+    if (kv_heads_ < 1 || heads_ % kv_heads_ != 0)
+        throw std::invalid_argument("num_heads is no multiple of kv_num_heads");
+    if (rotary_ % 2 != 0 || rotary_ > size_)
+        throw std::invalid_argument("rotary_dim is odd or above head_dim");
 }
 
 namespace {
@@ -52,20 +54,26 @@ float* carried(const Call& call, size_t index, const Tensor& past) {
 void CachedAttention::run(const Call& call) const {
     const Tensor qkv = call.input(0), past = call.input(1), keys = call.input(2), values = call.input(3);
     const Tensor cos = call.input(4), sin = call.input(5), q_norm = call.input(6), k_norm = call.input(7);
-    if (qkv.shape.size() != 3 || qkv.shape[2] != (heads_ + 2 * kv_heads_) * size_) throw std::invalid_argument("qkv has another shape than [B, S, (H + 2 K) * D]");
+    if (qkv.shape.size() != 3 || qkv.shape[2] != (heads_ + 2 * kv_heads_) * size_)
+        throw std::invalid_argument("qkv has another shape than [B, S, (H + 2 K) * D]");
     Operands operands{};
     operands.batch = qkv.shape[0];
     operands.tokens = qkv.shape[1];
-    const std::vector<int64_t> cache{operands.batch, kv_heads_, keys.shape.size() == 4 ? keys.shape[2] : 0, size_};
-    if (keys.shape != cache || values.shape != cache) throw std::invalid_argument("the cache has another shape than [B, K, T, D]");
+    const std::vector<int64_t> cache{operands.batch, kv_heads_, keys.shape.size() == 4 ? keys.shape[2] : 0,
+                                     size_};
+    if (keys.shape != cache || values.shape != cache)
+        throw std::invalid_argument("the cache has another shape than [B, K, T, D]");
     operands.capacity = cache[2];
     const std::vector<int64_t> angles{operands.batch, operands.tokens, rotary_ / 2};
-    if (rotary_ != 0 && (cos.shape != angles || sin.shape != angles)) throw std::invalid_argument("cos or sin has another shape than [B, S, R / 2]");
+    if (rotary_ != 0 && (cos.shape != angles || sin.shape != angles))
+        throw std::invalid_argument("cos or sin has another shape than [B, S, R / 2]");
     operands.past = past.as<int64_t>();
     for (int64_t b = 0; b < operands.batch; ++b) {
         const int64_t length = operands.past[b];
         if (length < 0 || length + operands.tokens > operands.capacity) {
-            throw std::invalid_argument("past_length " + std::to_string(length) + " and " + std::to_string(operands.tokens) + " tokens pass the end of a cache of " + std::to_string(operands.capacity));
+            throw std::invalid_argument(
+                "past_length " + std::to_string(length) + " and " + std::to_string(operands.tokens) +
+                " tokens pass the end of a cache of " + std::to_string(operands.capacity));
         }
     }
     operands.qkv = qkv.as<float>();
@@ -78,7 +86,8 @@ void CachedAttention::run(const Call& call) const {
     operands.values = carried(call, 2, values);
     thread_local Scratch scratch;
     const int64_t rows = operands.batch * operands.tokens;
-    operands.queries = static_cast<float*>(scratch.reserve(static_cast<size_t>(rows * heads_ * size_) * sizeof(float)));
+    operands.queries =
+        static_cast<float*>(scratch.reserve(static_cast<size_t>(rows * heads_ * size_) * sizeof(float)));
     const int64_t step = std::max<int64_t>(1, 16384 / qkv.shape[2]);
     call.parallel(static_cast<size_t>((rows + step - 1) / step), [&](size_t task) {
         const int64_t first = static_cast<int64_t>(task) * step;
@@ -93,19 +102,21 @@ void CachedAttention::write(const Operands& operands, int64_t row) const {
     const float* from = operands.qkv + row * (heads_ + 2 * kv_heads_) * size_;
     const int64_t b = row / operands.tokens, slot = operands.past[b] + row % operands.tokens;
     for (int64_t h = 0; h < heads_; ++h) {
-        place(from + h * size_, operands.q_norm, operands, row, scale_, operands.queries + (row * heads_ + h) * size_);
+        place(from + h * size_, operands.q_norm, operands, row, scale_,
+              operands.queries + (row * heads_ + h) * size_);
     }
     from += heads_ * size_;
     for (int64_t k = 0; k < kv_heads_; ++k) {
         const int64_t at = ((b * kv_heads_ + k) * operands.capacity + slot) * size_;
         place(from + k * size_, operands.k_norm, operands, row, 1.0f, operands.keys + at);
-        std::memcpy(operands.values + at, from + (kv_heads_ + k) * size_, static_cast<size_t>(size_) * sizeof(float));
+        std::memcpy(operands.values + at, from + (kv_heads_ + k) * size_,
+                    static_cast<size_t>(size_) * sizeof(float));
     }
 }
 
 // One head, normed, rotated and times a scale.
-void CachedAttention::place(const float* from, const float* norm, const Operands& operands, int64_t row, float scale,
-                            float* to) const {
+void CachedAttention::place(const float* from, const float* norm, const Operands& operands, int64_t row,
+                            float scale, float* to) const {
     for (int64_t d = 0; d < size_; ++d) to[d] = from[d];
     if (norm != nullptr) {
         float squares = 0;
@@ -132,7 +143,8 @@ void CachedAttention::one_position(const Call& call, const Operands& operands) c
         const int64_t length = operands.past[b] + 1;
         longest = std::max(longest, window_ > 0 ? std::min(window_, length) : length);
     }
-    const int64_t parts = std::clamp<int64_t>((longest + 255) / 256, 1, std::max<int64_t>(1, 64 / (batch * kv_heads_)));
+    const int64_t parts =
+        std::clamp<int64_t>((longest + 255) / 256, 1, std::max<int64_t>(1, 64 / (batch * kv_heads_)));
     const int64_t part_slots = (longest + parts - 1) / parts;
     const int64_t stride = size_ + 2;  // result, maximum, sum
     thread_local Scratch partial;
@@ -145,8 +157,8 @@ void CachedAttention::one_position(const Call& call, const Operands& operands) c
         const int64_t begin = start + part * part_slots, stop = std::min(end, begin + part_slots);
         thread_local Scratch scratch;
         const int64_t slots = std::max<int64_t>(0, stop - begin);
-        auto* memory = static_cast<float*>(scratch.reserve(
-            static_cast<size_t>(kMaxGroup * (slots + size_ + 2)) * sizeof(float)));
+        auto* memory = static_cast<float*>(
+            scratch.reserve(static_cast<size_t>(kMaxGroup * (slots + size_ + 2)) * sizeof(float)));
         const int64_t cache = pair * operands.capacity * size_;
         for (int64_t h = 0; h < group; h += kMaxGroup) {
             const int64_t heads = std::min(group - h, kMaxGroup), head = b * heads_ + k * group + h;
@@ -154,14 +166,15 @@ void CachedAttention::one_position(const Call& call, const Operands& operands) c
             float* maximum = result + kMaxGroup * size_;
             if (slots > 0) {
                 kernels().attend_one({operands.queries + head * size_, operands.keys + cache,
-                                      operands.values + cache, begin, stop, heads, size_, softcap_, memory, result,
-                                      maximum, maximum + kMaxGroup});
+                                      operands.values + cache, begin, stop, heads, size_, softcap_, memory,
+                                      result, maximum, maximum + kMaxGroup});
             }
             for (int64_t i = 0; i < heads; ++i) {
                 float* to = results + ((head + i) * parts + part) * stride;
                 to[size_ + 1] = slots > 0 ? maximum[kMaxGroup + i] : 0;
                 to[size_] = slots > 0 ? maximum[i] : 0;
-                if (slots > 0) std::memcpy(to, result + i * size_, static_cast<size_t>(size_) * sizeof(float));
+                if (slots > 0)
+                    std::memcpy(to, result + i * size_, static_cast<size_t>(size_) * sizeof(float));
             }
         }
     });
@@ -190,20 +203,23 @@ void CachedAttention::many_positions(const Call& call, const Operands& operands)
     const int64_t tiles = (operands.tokens + positions - 1) / positions;
     call.parallel(static_cast<size_t>(operands.batch * kv_heads_ * tiles), [&](size_t task) {
         // The longest, at the end of the prompt, first.
-        const int64_t index = static_cast<int64_t>(task), at = tiles - 1 - index / (operands.batch * kv_heads_);
+        const int64_t index = static_cast<int64_t>(task),
+                      at = tiles - 1 - index / (operands.batch * kv_heads_);
         const int64_t pair = index % (operands.batch * kv_heads_);
         tile(operands, pair / kv_heads_, pair % kv_heads_, at * positions);
     });
 }
 
-// The positions from `begin` on that fit a tile with all heads of a group; a group larger than a tile takes several.
+// The positions from `begin` on that fit a tile with all heads of a group; a group larger than a tile takes
+// several.
 void CachedAttention::tile(const Operands& operands, int64_t row, int64_t head, int64_t begin) const {
     const int64_t group = heads_ / kv_heads_, padded = padded_size(size_);
     const int64_t positions = std::min(std::max<int64_t>(1, kTileRows / group), operands.tokens - begin);
     thread_local Scratch scratch;
-    auto* memory = static_cast<float*>(scratch.reserve(
-        static_cast<size_t>(size_ * kTileRows + kTileKeys * kTileRows + kTileKeys * padded + kTileRows * padded) *
-        sizeof(float)));
+    auto* memory =
+        static_cast<float*>(scratch.reserve(static_cast<size_t>(size_ * kTileRows + kTileKeys * kTileRows +
+                                                                kTileKeys * padded + kTileRows * padded) *
+                                            sizeof(float)));
     float* queries = memory;
     float* scores = queries + size_ * kTileRows;
     float* values = scores + kTileKeys * kTileRows;
@@ -221,8 +237,8 @@ void CachedAttention::tile(const Operands& operands, int64_t row, int64_t head, 
             const float* from = operands.queries + ((row * operands.tokens + position) * heads_ + h) * size_;
             for (int64_t d = 0; d < size_; ++d) queries[d * kTileRows + r] = from[d];
         }
-        kernels().attend_tile({queries, first, last, operands.keys + cache, operands.values + cache, rows, size_,
-                               softcap_, scores, values, result});
+        kernels().attend_tile({queries, first, last, operands.keys + cache, operands.values + cache, rows,
+                               size_, softcap_, scores, values, result});
         for (int64_t r = 0; r < rows; ++r) {
             const int64_t position = begin + (top + r) / group, h = head * group + (top + r) % group;
             std::memcpy(operands.output + ((row * operands.tokens + position) * heads_ + h) * size_,

@@ -1,4 +1,5 @@
-// CachedAttention: heads are normed and rotated, new keys and values are written to the cache, queries read it.
+// CachedAttention: heads are normed and rotated, new keys and values are written to the cache, queries read
+// it.
 #pragma once
 
 #include "attention.h"

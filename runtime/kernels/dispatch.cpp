@@ -51,20 +51,28 @@ bool choose_kernels(const std::string& name) {
 int64_t Packing::block_bytes() const {
     const int64_t scales = half_scales ? 32 : 64;
     switch (format) {
-        case Format::kInt8: return 512;
-        case Format::kInt8Block: return scales + 512;
-        case Format::kInt4: return scales + 256;
-        case Format::kUint4: return scales + 16 + 256;
-        case Format::kFloat32: return kBlock * kPanel * 4;
-        default: return kBlock * kPanel * 2;
+        case Format::kInt8:
+            return 512;
+        case Format::kInt8Block:
+            return scales + 512;
+        case Format::kInt4:
+            return scales + 256;
+        case Format::kUint4:
+            return scales + 16 + 256;
+        case Format::kFloat32:
+            return kBlock * kPanel * 4;
+        default:
+            return kBlock * kPanel * 2;
     }
 }
 
 int64_t Packing::panel_bytes(int64_t in_features) const {
     switch (format) {
-        case Format::kFloat32: return in_features * kPanel * 4;
+        case Format::kFloat32:
+            return in_features * kPanel * 4;
         case Format::kFloat16:
-        case Format::kBFloat16: return in_features * kPanel * 2;
+        case Format::kBFloat16:
+            return in_features * kPanel * 2;
         default:
             return (in_features + kBlock - 1) / kBlock * block_bytes() + (format == Format::kInt8 ? 64 : 0);
     }

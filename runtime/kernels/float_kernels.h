@@ -1,5 +1,5 @@
-// Kernels whose arithmetic is float32, for the target that the including file has set: products with float weights,
-// rounding of inputs to 8 bits, activations.
+// Kernels whose arithmetic is float32, for the target that the including file has set: products with float
+// weights, rounding of inputs to 8 bits, activations.
 #pragma once
 
 #include <cmath>
@@ -49,11 +49,15 @@ void float_count(const float* input, int64_t size, int count, const uint8_t* pan
 }
 
 template <int rows>
-void float_tile(Format format, const float* input, int64_t size, int count, const uint8_t* panel, bool add, float* tile) {
+void float_tile(Format format, const float* input, int64_t size, int count, const uint8_t* panel, bool add,
+                float* tile) {
     switch (format) {
-        case Format::kFloat16: return float_count<Float16Weights, rows>(input, size, count, panel, add, tile);
-        case Format::kBFloat16: return float_count<BFloat16Weights, rows>(input, size, count, panel, add, tile);
-        default: return float_count<Float32Weights, rows>(input, size, count, panel, add, tile);
+        case Format::kFloat16:
+            return float_count<Float16Weights, rows>(input, size, count, panel, add, tile);
+        case Format::kBFloat16:
+            return float_count<BFloat16Weights, rows>(input, size, count, panel, add, tile);
+        default:
+            return float_count<Float32Weights, rows>(input, size, count, panel, add, tile);
     }
 }
 
@@ -84,13 +88,15 @@ bool round_blocks(const float* row, int64_t size, int rows, int8_t* values, floa
         const float scale = largest_lane(most) / 127.0f;
         const Floats divisor = all(scale > 0 ? scale : 1.0f);
         int8_t* to = values + block * rows * kBlock;
-        sums[block * rows] = sum_lanes(round_to_bytes(low, divisor, to) + round_to_bytes(high, divisor, to + 16));
+        sums[block * rows] =
+            sum_lanes(round_to_bytes(low, divisor, to) + round_to_bytes(high, divisor, to + 16));
         scales[block * rows] = scale + sum_lanes((low + high) * 0.0f);
     }
     return false;
 }
 
-bool round_row(const float* row, int64_t size, float scale, int rows, int8_t* values, float* scales, int32_t* sums) {
+bool round_row(const float* row, int64_t size, float scale, int rows, int8_t* values, float* scales,
+               int32_t* sums) {
     Floats most = {}, nothing = {};
     for (int64_t k = 0; k < size; k += 16) {
         const Floats numbers = load_part(row + k, size - k);
@@ -102,8 +108,8 @@ bool round_row(const float* row, int64_t size, float scale, int rows, int8_t* va
     Ints sum = {}, least = {};
     const int64_t padded = (size + kBlock - 1) / kBlock * kBlock;
     for (int64_t k = 0; k < padded; k += 16) {
-        const Ints integers =
-            round_to_bytes(load_part(row + k, size - k), divisor, values + k / kBlock * rows * kBlock + k % kBlock);
+        const Ints integers = round_to_bytes(load_part(row + k, size - k), divisor,
+                                             values + k / kBlock * rows * kBlock + k % kBlock);
         sum += integers;
         least |= integers == -128;
     }
@@ -117,7 +123,8 @@ inline float dequantize(const Packing& packing, const uint8_t* panel, int column
     const bool columns = packing.format == Format::kInt8;
     const uint8_t* at = panel + k / kBlock * packing.block_bytes() + (columns ? 64 : 0);
     const uint8_t* scales = columns ? panel : at;
-    const Floats scale = packing.half_scales ? load_half(scales) : load(reinterpret_cast<const float*>(scales));
+    const Floats scale =
+        packing.half_scales ? load_half(scales) : load(reinterpret_cast<const float*>(scales));
     const uint8_t* codes = at + (columns ? 0 : packing.half_scales ? 32 : 64);
     const int64_t i = k % kBlock;
     if (columns || packing.format == Format::kInt8Block) {
@@ -135,10 +142,17 @@ inline float dequantize(const Packing& packing, const uint8_t* panel, int column
 void gather(const Packing& packing, const uint8_t* panel, int column, int64_t size, float* to) {
     for (int64_t k = 0; k < size; ++k) {
         switch (packing.format) {
-            case Format::kFloat32: to[k] = Float32Weights::at(panel + k * 64)[column]; break;
-            case Format::kFloat16: to[k] = Float16Weights::at(panel + k * 32)[column]; break;
-            case Format::kBFloat16: to[k] = BFloat16Weights::at(panel + k * 32)[column]; break;
-            default: to[k] = dequantize(packing, panel, column, k);
+            case Format::kFloat32:
+                to[k] = Float32Weights::at(panel + k * 64)[column];
+                break;
+            case Format::kFloat16:
+                to[k] = Float16Weights::at(panel + k * 32)[column];
+                break;
+            case Format::kBFloat16:
+                to[k] = BFloat16Weights::at(panel + k * 32)[column];
+                break;
+            default:
+                to[k] = dequantize(packing, panel, column, k);
         }
     }
 }
@@ -152,15 +166,19 @@ inline Floats gelu_tanh(Floats x) {
 void activate(int activation, float* numbers) {
     const Floats x = load(numbers);
     switch (activation) {
-        case kSilu: return store(numbers, x / (1.0f + exponential(-x)));
-        case kGeluTanh: return store(numbers, gelu_tanh(x));
-        case kRelu: return store(numbers, larger(x, Floats{}));
+        case kSilu:
+            return store(numbers, x / (1.0f + exponential(-x)));
+        case kGeluTanh:
+            return store(numbers, gelu_tanh(x));
+        case kRelu:
+            return store(numbers, larger(x, Floats{}));
         case kGelu:
             for (int i = 0; i < 16; ++i) {
                 numbers[i] = 0.5f * numbers[i] * (1.0f + erff(numbers[i] * 0.70710678f));
             }
             return;
-        default: return;
+        default:
+            return;
     }
 }
 

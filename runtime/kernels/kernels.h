@@ -1,5 +1,5 @@
-// What the operators ask of a processor. Every instruction set has one table of these functions; they are compiled from
-// the same sources, each under its own target options, and chosen when the library is loaded.
+// What the operators ask of a processor. Every instruction set has one table of these functions; they are
+// compiled from the same sources, each under its own target options, and chosen when the library is loaded.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,8 @@ namespace kvgraph {
 
 constexpr int64_t kPanel = 16;  // columns of a panel of packed weights
 constexpr int64_t kBlock = 32;  // rows of weights that share a scale, and inputs that share one
-constexpr int kMaxRows = 64;    // rows of the input that any kernel takes at once, and that its tile has room for
+constexpr int kMaxRows =
+    64;  // rows of the input that any kernel takes at once, and that its tile has room for
 
 enum class Format { kFloat32, kFloat16, kBFloat16, kInt8, kInt8Block, kInt4, kUint4 };
 
@@ -17,21 +18,22 @@ struct Packing {
     Format format;
     bool half_scales;  // scales of blocks are float16
 
-    int64_t block_bytes() const;  // of integer formats, scales included; kInt8 keeps its scales before the panel
+    int64_t block_bytes()
+        const;  // of integer formats, scales included; kInt8 keeps its scales before the panel
     int64_t panel_bytes(int64_t in_features) const;
 };
 
 Packing parse_packing(const std::string& format, const std::string& scale_format);
 
-// Rows of the input as integer products take them. The rows of a tile lie together, block by block: whole rows would be
-// a power of two apart as a rule, and compete for the same lines of the first-level cache.
+// Rows of the input as integer products take them. The rows of a tile lie together, block by block: whole
+// rows would be a power of two apart as a rule, and compete for the same lines of the first-level cache.
 struct Rounded {
-    const int8_t* values;   // by tile: [blocks, rows of the tile, kBlock]
-    const float* scales;    // by tile: [blocks, rows of the tile], or [rows] where a row has one scale
-    const int32_t* sums;    // of the values, the same shape
+    const int8_t* values;  // by tile: [blocks, rows of the tile, kBlock]
+    const float* scales;   // by tile: [blocks, rows of the tile], or [rows] where a row has one scale
+    const int32_t* sums;   // of the values, the same shape
     int64_t blocks;
-    bool whole_rows;        // one scale a row
-    bool has_minimum;       // -128 occurs, whose sign cannot be turned in 8 bits
+    bool whole_rows;   // one scale a row
+    bool has_minimum;  // -128 occurs, whose sign cannot be turned in 8 bits
 };
 
 struct Kernels {
@@ -39,18 +41,21 @@ struct Kernels {
     int rows;        // rows of the input that `integer_tile` takes at once
     int float_rows;  // that `float_tile` takes
 
-    // tile[row * 16 + column] = input row . panel column, for the `count` rows of the tile that starts at row `first`.
-    // Float inputs are those of the tile alone, [in_features, count], and may be added in several parts of in_features.
-    // Integer kernels may read 512 bytes behind the last row, and write rubbish to the rows of the tile behind `count`.
-    void (*integer_tile)(const Packing&, const Rounded&, int64_t first, int count, const uint8_t* panel, float* tile);
-    void (*float_tile)(
-        Format, const float* input, int64_t in_features, int count, const uint8_t* panel, bool add, float* tile);
+    // tile[row * 16 + column] = input row . panel column, for the `count` rows of the tile that starts at row
+    // `first`. Float inputs are those of the tile alone, [in_features, count], and may be added in several
+    // parts of in_features. Integer kernels may read 512 bytes behind the last row, and write rubbish to the
+    // rows of the tile behind `count`.
+    void (*integer_tile)(const Packing&, const Rounded&, int64_t first, int count, const uint8_t* panel,
+                         float* tile);
+    void (*float_tile)(Format, const float* input, int64_t in_features, int count, const uint8_t* panel,
+                       bool add, float* tile);
 
-    // One row of a tile of `rows` in int8, written to its places in the tile: a scale for each block, or one scale
-    // (given, or 0 for that of the largest value). Returns whether -128 occurs.
-    bool (*round_blocks)(const float* row, int64_t size, int rows, int8_t* values, float* scales, int32_t* sums);
-    bool (*round_row)(
-        const float* row, int64_t size, float scale, int rows, int8_t* values, float* scales, int32_t* sums);
+    // One row of a tile of `rows` in int8, written to its places in the tile: a scale for each block, or one
+    // scale (given, or 0 for that of the largest value). Returns whether -128 occurs.
+    bool (*round_blocks)(const float* row, int64_t size, int rows, int8_t* values, float* scales,
+                         int32_t* sums);
+    bool (*round_row)(const float* row, int64_t size, float scale, int rows, int8_t* values, float* scales,
+                      int32_t* sums);
 
     // One column of a panel, in float32.
     void (*gather)(const Packing&, const uint8_t* panel, int column, int64_t size, float* to);
@@ -63,7 +68,8 @@ struct Kernels {
     void (*attend_tile)(const struct AttendTile&);
 };
 
-// Of the best instruction set that this processor has, or of the one chosen by name; false where it lacks that one.
+// Of the best instruction set that this processor has, or of the one chosen by name; false where it lacks
+// that one.
 const Kernels& kernels();
 bool choose_kernels(const std::string& name);
 

@@ -1,5 +1,5 @@
-// AMX: products of 16 rows of input with 16 columns of weights in one instruction. The panels of `packed_linear.h` are
-// its operands as they lie in memory: 4 inputs x 16 columns a line.
+// AMX: products of 16 rows of input with 16 columns of weights in one instruction. The panels of
+// `packed_linear.h` are its operands as they lie in memory: 4 inputs x 16 columns a line.
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
@@ -14,9 +14,9 @@
 namespace kvgraph {
 namespace {
 
-constexpr int kRowTiles = 4, kTile = 16;       // rows of the input: 4 tiles of 16
-constexpr int kFewRows = 8;                    // up to here AVX-512 is faster
-constexpr int64_t kInputLine = kBlock;         // bytes of a row of an input tile
+constexpr int kRowTiles = 4, kTile = 16;  // rows of the input: 4 tiles of 16
+constexpr int kFewRows = 8;               // up to here AVX-512 is faster
+constexpr int64_t kInputLine = kBlock;    // bytes of a row of an input tile
 constexpr int64_t kBlockBytes = kBlock * kPanel;
 
 struct alignas(64) Shapes {
@@ -49,7 +49,8 @@ inline void unpack(const uint8_t* from, __m512i zero, uint8_t* to) {
     }
 }
 
-// INT8 with one scale a column and one a row: sums of 32 bits to the end, one tile of them for each tile of rows.
+// INT8 with one scale a column and one a row: sums of 32 bits to the end, one tile of them for each tile of
+// rows.
 template <int tiles>
 void whole_rows(const Rounded& in, int64_t first, int count, const uint8_t* panel, float* tile) {
     _tile_zero(0);
@@ -83,13 +84,14 @@ void whole_rows(const Rounded& in, int64_t first, int count, const uint8_t* pane
     const __m512 columns = _mm512_loadu_ps(panel);
     for (int r = 0; r < count; ++r) {
         const __m512 scale = _mm512_mul_ps(columns, _mm512_set1_ps(in.scales[first + r]));
-        _mm512_storeu_ps(tile + r * kPanel, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sums[r])), scale));
+        _mm512_storeu_ps(tile + r * kPanel,
+                         _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sums[r])), scale));
     }
 }
 
 // Adds the products of up to four blocks, each with the scales of its weights and its inputs, to 16 rows.
-inline void add_blocks(int blocks, const int8_t* values, const float* scales, int count, const uint8_t* weights,
-                       const __m512* columns, float* tile) {
+inline void add_blocks(int blocks, const int8_t* values, const float* scales, int count,
+                       const uint8_t* weights, const __m512* columns, float* tile) {
     alignas(64) int32_t products[4][kTile][kPanel];
     const int64_t step = count * kBlock;
     _tile_loadd(4, weights, 64);
@@ -148,7 +150,8 @@ void block_rows(const Packing& packing, const Rounded& in, int64_t first, int co
                 unpack(at, _mm512_set1_epi8(8), to);
             } else if (format == Format::kUint4) {
                 const __m128i points = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
-                const __m512i each = _mm512_mullo_epi32(_mm512_cvtepu8_epi32(points), _mm512_set1_epi32(0x01010101));
+                const __m512i each =
+                    _mm512_mullo_epi32(_mm512_cvtepu8_epi32(points), _mm512_set1_epi32(0x01010101));
                 unpack(at + 16, each, to);
             } else {
                 std::memcpy(to, at, kBlockBytes);
@@ -158,8 +161,10 @@ void block_rows(const Packing& packing, const Rounded& in, int64_t first, int co
             const int64_t row = first * in.blocks + b * count + t * kTile;
             const int8_t* values = in.values + row * kBlock;
             float* to = tile + t * kTile * kPanel;
-            if (blocks == 4) add_blocks(4, values, in.scales + row, count, unpacked, columns, to);
-            else add_blocks(blocks, values, in.scales + row, count, unpacked, columns, to);
+            if (blocks == 4)
+                add_blocks(4, values, in.scales + row, count, unpacked, columns, to);
+            else
+                add_blocks(blocks, values, in.scales + row, count, unpacked, columns, to);
         }
     }
 }
@@ -173,10 +178,17 @@ void integer_tile(const Packing& packing, const Rounded& in, int64_t first, int 
         block_rows(packing, in, first, count, panel, tile);
     } else {
         switch ((count + kTile - 1) / kTile) {
-            case 1: whole_rows<1>(in, first, count, panel, tile); break;
-            case 2: whole_rows<2>(in, first, count, panel, tile); break;
-            case 3: whole_rows<3>(in, first, count, panel, tile); break;
-            default: whole_rows<4>(in, first, count, panel, tile);
+            case 1:
+                whole_rows<1>(in, first, count, panel, tile);
+                break;
+            case 2:
+                whole_rows<2>(in, first, count, panel, tile);
+                break;
+            case 3:
+                whole_rows<3>(in, first, count, panel, tile);
+                break;
+            default:
+                whole_rows<4>(in, first, count, panel, tile);
         }
     }
     _tile_release();

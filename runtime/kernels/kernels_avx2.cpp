@@ -1,5 +1,5 @@
-// AVX2 without VNNI. A byte product there adds pairs in 16 bits and saturates, so one side is kept small: 4-bit weights
-// are at most 15, and of 8-bit ones the size alone is multiplied, at most 128 * 127 * 2.
+// AVX2 without VNNI. A byte product there adds pairs in 16 bits and saturates, so one side is kept small:
+// 4-bit weights are at most 15, and of 8-bit ones the size alone is multiplied, at most 128 * 127 * 2.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -116,7 +116,8 @@ void block_side(bool half, const Rounded& in, int64_t first, const uint8_t* pane
             at += half ? 32 : 64;
         }
         if constexpr (format == Format::kUint4) {
-            zero_points = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at + side * 8)));
+            zero_points =
+                _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at + side * 8)));
             at += 16;
         }
         load_weights<four>(at, side, weights);
@@ -150,7 +151,8 @@ inline __m256i wide_products(const __m256i* weights, const int8_t* input) {
     for (int g = 0; g < 8; ++g) {
         const __m256i four = four_inputs(input + g * 4);
         const __m256i inputs = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(four));
-        const __m256i low = _mm256_madd_epi16(_mm256_cvtepi8_epi16(_mm256_castsi256_si128(weights[g])), inputs);
+        const __m256i low =
+            _mm256_madd_epi16(_mm256_cvtepi8_epi16(_mm256_castsi256_si128(weights[g])), inputs);
         const __m256i high =
             _mm256_madd_epi16(_mm256_cvtepi8_epi16(_mm256_extracti128_si256(weights[g], 1)), inputs);
         // Within 128 bits hadd puts low's sums before high's: columns 0 1 | 4 5 and 2 3 | 6 7.
@@ -170,28 +172,39 @@ void whole_side(const Rounded& in, int64_t first, const uint8_t* panel, int side
 #pragma GCC unroll 16
         for (int r = 0; r < rows; ++r) {
             const int8_t* input = in.values + (first * in.blocks + b * rows + r) * kBlock;
-            const __m256i part = in.has_minimum ? wide_products(weights, input) : products<false>(weights, input);
+            const __m256i part =
+                in.has_minimum ? wide_products(weights, input) : products<false>(weights, input);
             dots[r] = _mm256_add_epi32(dots[r], part);
         }
     }
 #pragma GCC unroll 16
     for (int r = 0; r < rows; ++r) {
-        const __m256 scale = _mm256_mul_ps(load_scales(panel, false, side), _mm256_set1_ps(in.scales[first + r]));
+        const __m256 scale =
+            _mm256_mul_ps(load_scales(panel, false, side), _mm256_set1_ps(in.scales[first + r]));
         _mm256_storeu_ps(tile + r * 16 + side * 8, _mm256_mul_ps(_mm256_cvtepi32_ps(dots[r]), scale));
     }
 }
 
 template <int rows>
-void integer_rows(const Packing& packing, const Rounded& in, int64_t first, const uint8_t* panel, float* tile) {
+void integer_rows(const Packing& packing, const Rounded& in, int64_t first, const uint8_t* panel,
+                  float* tile) {
     const bool half = packing.half_scales;
     for (int side = 0; side < 2; ++side) {
         switch (packing.format) {
-            case Format::kInt4: block_side<Format::kInt4, rows>(half, in, first, panel, side, tile); break;
-            case Format::kUint4: block_side<Format::kUint4, rows>(half, in, first, panel, side, tile); break;
-            case Format::kInt8Block: block_side<Format::kInt8Block, rows>(half, in, first, panel, side, tile); break;
+            case Format::kInt4:
+                block_side<Format::kInt4, rows>(half, in, first, panel, side, tile);
+                break;
+            case Format::kUint4:
+                block_side<Format::kUint4, rows>(half, in, first, panel, side, tile);
+                break;
+            case Format::kInt8Block:
+                block_side<Format::kInt8Block, rows>(half, in, first, panel, side, tile);
+                break;
             default:
-                if (in.whole_rows) whole_side<rows>(in, first, panel, side, tile);
-                else block_side<Format::kInt8, rows>(half, in, first, panel, side, tile);
+                if (in.whole_rows)
+                    whole_side<rows>(in, first, panel, side, tile);
+                else
+                    block_side<Format::kInt8, rows>(half, in, first, panel, side, tile);
         }
     }
 }
@@ -205,7 +218,15 @@ void integer_rows(const Packing& packing, const Rounded& in, int64_t first, cons
 
 namespace kvgraph {
 const Kernels kAvx2Kernels = {"avx2",
-    kIntegerRows, kFloatRows, integer_tile<kIntegerRows>, float_tile<kFloatRows>, round_blocks, round_row, gather,
-    activate, attend_one, attend_tile};
+                              kIntegerRows,
+                              kFloatRows,
+                              integer_tile<kIntegerRows>,
+                              float_tile<kFloatRows>,
+                              round_blocks,
+                              round_row,
+                              gather,
+                              activate,
+                              attend_one,
+                              attend_tile};
 }  // namespace kvgraph
 #endif

@@ -30,7 +30,8 @@ inline Floats sum_each(const Floats* values) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
         const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
-        fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+        fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                                 _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
     }
     // Each quarter of fours[i] has parts of the same four sums.
     auto fold = [](__m512 a, __m512 b) {
@@ -93,7 +94,10 @@ void block_rows(bool half, const Rounded& in, int64_t first, const uint8_t* pane
             zero_points = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
             at += 16;
         }
-        if constexpr (four) nibbles(at, weights); else signed_bytes(at, weights);
+        if constexpr (four)
+            nibbles(at, weights);
+        else
+            signed_bytes(at, weights);
         at += four ? 256 : 512;
         for (int line = 0; line < (four ? 5 : 9); ++line) _mm_prefetch(at + 1024 + line * 64, _MM_HINT_T0);
 #pragma GCC unroll 16
@@ -141,12 +145,16 @@ void whole_rows(const Rounded& in, int64_t first, const uint8_t* panel, float* t
 }
 
 template <int rows>
-void integer_rows(const Packing& packing, const Rounded& in, int64_t first, const uint8_t* panel, float* tile) {
+void integer_rows(const Packing& packing, const Rounded& in, int64_t first, const uint8_t* panel,
+                  float* tile) {
     const bool half = packing.half_scales;
     switch (packing.format) {
-        case Format::kInt4: return block_rows<Format::kInt4, rows>(half, in, first, panel, tile);
-        case Format::kUint4: return block_rows<Format::kUint4, rows>(half, in, first, panel, tile);
-        case Format::kInt8Block: return block_rows<Format::kInt8Block, rows>(half, in, first, panel, tile);
+        case Format::kInt4:
+            return block_rows<Format::kInt4, rows>(half, in, first, panel, tile);
+        case Format::kUint4:
+            return block_rows<Format::kUint4, rows>(half, in, first, panel, tile);
+        case Format::kInt8Block:
+            return block_rows<Format::kInt8Block, rows>(half, in, first, panel, tile);
         default:
             if (in.whole_rows) return whole_rows<rows>(in, first, panel, tile);
             return block_rows<Format::kInt8, rows>(half, in, first, panel, tile);
@@ -162,7 +170,15 @@ void integer_rows(const Packing& packing, const Rounded& in, int64_t first, cons
 
 namespace kvgraph {
 const Kernels kAvx512Kernels = {"avx512-vnni",
-    kIntegerRows, kFloatRows, integer_tile<kIntegerRows>, float_tile<kFloatRows>, round_blocks, round_row, gather,
-    activate, attend_one, attend_tile};
+                                kIntegerRows,
+                                kFloatRows,
+                                integer_tile<kIntegerRows>,
+                                float_tile<kFloatRows>,
+                                round_blocks,
+                                round_row,
+                                gather,
+                                activate,
+                                attend_one,
+                                attend_tile};
 }  // namespace kvgraph
 #endif

@@ -63,7 +63,8 @@ inline void unpack(Format format, const uint8_t* from, const uint8_t* zero_point
 }
 
 template <int rows>
-void integer_rows(const Packing& packing, const Rounded& in, int64_t first, const uint8_t* panel, float* tile) {
+void integer_rows(const Packing& packing, const Rounded& in, int64_t first, const uint8_t* panel,
+                  float* tile) {
     const bool columns = packing.format == Format::kInt8;
     float sum[rows][16] = {};
     int32_t exact[rows][16] = {};
@@ -72,7 +73,7 @@ void integer_rows(const Packing& packing, const Rounded& in, int64_t first, cons
         const uint8_t* codes = at + (columns ? 0 : packing.half_scales ? 32 : 64);
         int32_t weights[kBlock][16];
         unpack(packing.format, codes + (packing.format == Format::kUint4 ? 16 : 0), codes, weights);
-        const Floats scales = columns                ? all(1.0f)
+        const Floats scales = columns               ? all(1.0f)
                               : packing.half_scales ? load_half(at)
                                                     : load(reinterpret_cast<const float*>(at));
         for (int r = 0; r < rows; ++r) {
@@ -82,16 +83,20 @@ void integer_rows(const Packing& packing, const Rounded& in, int64_t first, cons
                 for (int c = 0; c < 16; ++c) dots[c] += input[k] * weights[k][c];
             }
             for (int c = 0; c < 16; ++c) {
-                if (in.whole_rows) exact[r][c] += dots[c];
-                else sum[r][c] += static_cast<float>(dots[c]) * (in.scales[first * in.blocks + b * rows + r] * scales[c]);
+                if (in.whole_rows)
+                    exact[r][c] += dots[c];
+                else
+                    sum[r][c] += static_cast<float>(dots[c]) *
+                                 (in.scales[first * in.blocks + b * rows + r] * scales[c]);
             }
         }
     }
     const Floats scales = columns ? load(reinterpret_cast<const float*>(panel)) : all(1.0f);
     for (int r = 0; r < rows; ++r) {
         for (int c = 0; c < 16; ++c) {
-            tile[r * 16 + c] = in.whole_rows ? static_cast<float>(exact[r][c]) * (scales[c] * in.scales[first + r])
-                                             : sum[r][c] * scales[c];
+            tile[r * 16 + c] = in.whole_rows
+                                   ? static_cast<float>(exact[r][c]) * (scales[c] * in.scales[first + r])
+                                   : sum[r][c] * scales[c];
         }
     }
 }
@@ -105,6 +110,14 @@ void integer_rows(const Packing& packing, const Rounded& in, int64_t first, cons
 
 namespace kvgraph {
 const Kernels kGenericKernels = {"generic",
-    kIntegerRows, kFloatRows, integer_tile<kIntegerRows>, float_tile<kFloatRows>, round_blocks, round_row, gather,
-    activate, attend_one, attend_tile};
+                                 kIntegerRows,
+                                 kFloatRows,
+                                 integer_tile<kIntegerRows>,
+                                 float_tile<kFloatRows>,
+                                 round_blocks,
+                                 round_row,
+                                 gather,
+                                 activate,
+                                 attend_one,
+                                 attend_tile};
 }  // namespace kvgraph

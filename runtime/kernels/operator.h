@@ -1,4 +1,5 @@
-// An operator's view of a call: its inputs and outputs by index, its attributes by name, the runtime's threads.
+// An operator's view of a call: its inputs and outputs by index, its attributes by name, the runtime's
+// threads.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +30,9 @@ struct Tensor {
     const void* data = nullptr;
     std::vector<int64_t> shape;
     template <class T>
-    const T* as() const { return static_cast<const T*>(data); }
+    const T* as() const {
+        return static_cast<const T*>(data);
+    }
     int64_t rows() const;  // product of all dimensions but the last
 };
 

@@ -1,8 +1,9 @@
 // The few entries of ONNX Runtime's C interface that a custom operator needs.
 //
-// OrtApi is a table of functions that only ever grows at its end, so an entry is its index; the indices below are those
-// of version 17, which every newer runtime keeps. OrtCustomOp is laid out as in that version too. Declaring them here
-// means that a build needs a C++ compiler and no headers of ONNX Runtime, which its Python package does not carry.
+// OrtApi is a table of functions that only ever grows at its end, so an entry is its index; the indices below
+// are those of version 17, which every newer runtime keeps. OrtCustomOp is laid out as in that version too.
+// Declaring them here means that a build needs a C++ compiler and no headers of ONNX Runtime, which its
+// Python package does not carry.
 #pragma once
 
 #include <cstddef>
@@ -83,7 +84,7 @@ using KernelContextGetOutput =
 using ReleaseStatus = Entry<93, void (*)(OrtStatus*)>;
 using ReleaseTensorTypeAndShapeInfo = Entry<99, void (*)(OrtTensorTypeAndShapeInfo*)>;
 using ReleaseCustomOpDomain = Entry<101, void (*)(OrtCustomOpDomain*)>;
-using KernelContextParallelFor = Entry<
-    274, OrtStatus* (*)(const OrtKernelContext*, void (*)(void*, size_t), size_t total, size_t batches, void*)>;
+using KernelContextParallelFor = Entry<274, OrtStatus* (*)(const OrtKernelContext*, void (*)(void*, size_t),
+                                                           size_t total, size_t batches, void*)>;
 
 }  // namespace kvgraph

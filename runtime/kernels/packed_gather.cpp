@@ -1,4 +1,5 @@
-// PackedGather: columns of a packed matrix by number, the rows of an embedding table that is stored as its tied head.
+// PackedGather: columns of a packed matrix by number, the rows of an embedding table that is stored as its
+// tied head.
 #include <string>
 
 #include "packed_linear.h"
@@ -23,8 +24,8 @@ void PackedGather::run(const Call& call) const {
         if (id < 0 || id >= out_features_) {
             throw std::invalid_argument("token id " + std::to_string(id) + " is outside of the table");
         }
-        kernels().gather(packing_, weights.as<uint8_t>() + id / kPanel * panel_bytes, static_cast<int>(id % kPanel),
-                         in_features_, output + i * in_features_);
+        kernels().gather(packing_, weights.as<uint8_t>() + id / kPanel * panel_bytes,
+                         static_cast<int>(id % kPanel), in_features_, output + i * in_features_);
     }
 }
 

@@ -28,10 +28,14 @@ PackedLinear::PackedLinear(const Attributes& attributes)
       gate_(parse_activation(attributes.text("gate"))),
       activation_(parse_activation(attributes.text("activation"))) {
     const std::string input = attributes.text("input");
-    input_ = input == "float" ? kNotRounded : input == "block" ? kBlocks : input == "token" ? kToken : kStatic;
+    input_ = input == "float"   ? kNotRounded
+             : input == "block" ? kBlocks
+             : input == "token" ? kToken
+                                : kStatic;
     if (input_ == kStatic) {
         input_scale_ = attributes.number("input_scale");
-        if (input != "static" || !(input_scale_ > 0)) throw std::invalid_argument("input " + input + " is malformed");
+        if (input != "static" || !(input_scale_ > 0))
+            throw std::invalid_argument("input " + input + " is malformed");
     }
     const bool floats = packing_.format <= Format::kBFloat16;
     if (floats != (input_ == kNotRounded) || (input_ >= kToken && packing_.format != Format::kInt8)) {
@@ -42,14 +46,16 @@ PackedLinear::PackedLinear(const Attributes& attributes)
 
 // The input as the kernels take it: rounded, or the rows of each tile together.
 void PackedLinear::arrange(const Call& call, Operands& operands) const {
-    const int64_t blocks = (in_features_ + kBlock - 1) / kBlock, padded = blocks * kBlock, rows = operands.rows;
+    const int64_t blocks = (in_features_ + kBlock - 1) / kBlock, padded = blocks * kBlock,
+                  rows = operands.rows;
     const bool floats = input_ == kNotRounded, whole = !floats && input_ != kBlocks;
     if (floats && rows == 1) return;
     const int64_t scales = whole ? 1 : blocks, tile = floats ? kernels().float_rows : kernels().rows;
     thread_local Scratch scratch;
     const size_t value_bytes = static_cast<size_t>(rows * padded) * (floats ? sizeof(float) : 1);
     const size_t scale_bytes = static_cast<size_t>(rows * scales) * sizeof(float);
-    char* memory = static_cast<char*>(scratch.reserve(value_bytes + 2 * scale_bytes + static_cast<size_t>(rows) + 512));
+    char* memory =
+        static_cast<char*>(scratch.reserve(value_bytes + 2 * scale_bytes + static_cast<size_t>(rows) + 512));
     auto* factors = reinterpret_cast<float*>(memory + value_bytes);
     auto* sums = reinterpret_cast<int32_t*>(memory + value_bytes + scale_bytes);
     auto* minimum = reinterpret_cast<bool*>(memory + value_bytes + 2 * scale_bytes);
@@ -80,20 +86,30 @@ void PackedLinear::arrange(const Call& call, Operands& operands) const {
 }
 
 void PackedLinear::run(const Call& call) const {
-    const Tensor input = call.input(0), weights = call.input(1), bias = call.input(2), residual = call.input(3);
+    const Tensor input = call.input(0), weights = call.input(1), bias = call.input(2),
+                 residual = call.input(3);
     const int64_t units = (width_ + kPanel - 1) / kPanel, panels_a_unit = gate_ == kNone ? 1 : 2;
     const int64_t bytes = units * panels_a_unit * packing_.panel_bytes(in_features_);
-    if (input.shape.empty() || input.shape.back() != in_features_) throw std::invalid_argument("input is not as wide as in_features");
-    if (weights.shape.size() != 1 || weights.shape[0] != bytes) throw std::invalid_argument("weights are not as long as their shape and format say");
+    if (input.shape.empty() || input.shape.back() != in_features_)
+        throw std::invalid_argument("input is not as wide as in_features");
+    if (weights.shape.size() != 1 || weights.shape[0] != bytes)
+        throw std::invalid_argument("weights are not as long as their shape and format say");
     std::vector<int64_t> shape = input.shape;
     shape.back() = width_;
-    Operands operands{input.as<float>(), {}, input.rows(), weights.as<uint8_t>(), bias.as<float>(),
-                      residual.as<float>(), static_cast<float*>(call.output(0, shape))};
+    Operands operands{input.as<float>(),
+                      {},
+                      input.rows(),
+                      weights.as<uint8_t>(),
+                      bias.as<float>(),
+                      residual.as<float>(),
+                      static_cast<float*>(call.output(0, shape))};
     if (operands.rows == 0) return;
-    if (operands.residual != nullptr && residual.shape != shape) throw std::invalid_argument("residual has another shape than the result");
+    if (operands.residual != nullptr && residual.shape != shape)
+        throw std::invalid_argument("residual has another shape than the result");
     arrange(call, operands);
-    // A share is large enough to be worth a thread's waking, and there are enough of them that none waits long at the
-    // end. The panels of a share stay in the second-level cache while every row of the input passes them.
+    // A share is large enough to be worth a thread's waking, and there are enough of them that none waits
+    // long at the end. The panels of a share stay in the second-level cache while every row of the input
+    // passes them.
     const int64_t unit_bytes = bytes / units;
     const int64_t share = std::clamp<int64_t>(units / 16, std::max<int64_t>(1, 32768 / unit_bytes),
                                               std::max<int64_t>(1, 786432 / unit_bytes));
@@ -117,8 +133,10 @@ void PackedLinear::panels(const Operands& operands, int64_t begin, int64_t end) 
         for (int64_t unit = begin; unit < end; ++unit) {
             for (int part = 0; part < parts; ++part) {
                 const uint8_t* panel = operands.weights + (unit * parts + part) * panel_bytes;
-                if (input_ == kNotRounded) float_panel(operands, top, bottom, panel, tiles[part]);
-                else integer_panel(operands, top, bottom, panel, tiles[part]);
+                if (input_ == kNotRounded)
+                    float_panel(operands, top, bottom, panel, tiles[part]);
+                else
+                    integer_panel(operands, top, bottom, panel, tiles[part]);
             }
             for (int64_t row = top; row < bottom; ++row) {
                 finish(operands, unit, row, tiles[0] + (row - top) * kPanel, tiles[1] + (row - top) * kPanel);
@@ -145,8 +163,8 @@ void PackedLinear::float_panel(const Operands& operands, int64_t top, int64_t bo
         const int64_t depth = std::min(slice, in_features_ - k);
         for (int64_t row = top; row < bottom; row += step) {
             const int count = static_cast<int>(std::min(step, bottom - row));
-            kernels().float_tile(packing_.format, operands.input + row * in_features_ + k * count, depth, count,
-                                 panel + k * line, k > 0, tile + (row - top) * kPanel);
+            kernels().float_tile(packing_.format, operands.input + row * in_features_ + k * count, depth,
+                                 count, panel + k * line, k > 0, tile + (row - top) * kPanel);
         }
     }
 }

@@ -19,7 +19,8 @@ struct Kernel {
     Operator computation;
 };
 
-// ONNX Runtime's description of an operator, whose class says its name and the types of its inputs and outputs.
+// ONNX Runtime's description of an operator, whose class says its name and the types of its inputs and
+// outputs.
 template <class Operator>
 struct Description : OrtCustomOp {
     Description() : OrtCustomOp{} {
@@ -42,7 +43,8 @@ struct Description : OrtCustomOp {
         KernelDestroy = [](void* kernel) { delete static_cast<Kernel<Operator>*>(kernel); };
     }
 
-    static OrtStatus* create(const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** kernel) {
+    static OrtStatus* create(const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info,
+                             void** kernel) {
         try {
             *kernel = new Kernel<Operator>{api, Operator(Attributes(api, info))};
             return nullptr;
@@ -66,7 +68,7 @@ struct Description : OrtCustomOp {
 }  // namespace kvgraph
 
 extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
-                                                                              const OrtApiBase* base) {
+                                                                               const OrtApiBase* base) {
     using namespace kvgraph;
     static const Description<PackedLinear> linear;
     static const Description<PackedGather> gather;
@@ -76,8 +78,9 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
     static OrtCustomOpDomain* domain = nullptr;
     if (domain == nullptr) {
         if (OrtStatus* status = CreateCustomOpDomain::of(api)("kvgraph", &domain)) return status;
-        for (const OrtCustomOp* op : {static_cast<const OrtCustomOp*>(&linear), static_cast<const OrtCustomOp*>(&gather),
-                                      static_cast<const OrtCustomOp*>(&attention)}) {
+        for (const OrtCustomOp* op :
+             {static_cast<const OrtCustomOp*>(&linear), static_cast<const OrtCustomOp*>(&gather),
+              static_cast<const OrtCustomOp*>(&attention)}) {
             if (OrtStatus* status = CustomOpDomainAdd::of(api)(domain, op)) return status;
         }
     }

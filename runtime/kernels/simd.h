@@ -1,7 +1,7 @@
-// Sixteen floats as one value, whatever the registers: GCC and Clang cut it to fit. Included by each file of kernels
-// after it has set its target, so everything here has internal linkage. That file also defines, for its registers,
-// `load_half` (sixteen float16 numbers), `sum_lanes`, `sum_each` (of sixteen
-// values) and `largest_lane`.
+// Sixteen floats as one value, whatever the registers: GCC and Clang cut it to fit. Included by each file of
+// kernels after it has set its target, so everything here has internal linkage. That file also defines, for
+// its registers, `load_half` (sixteen float16 numbers), `sum_lanes`, `sum_each` (of sixteen values) and
+// `largest_lane`.
 #pragma once
 
 #include <cstdint>
@@ -34,13 +34,15 @@ inline Floats larger(Floats a, Floats b) { return choose(a > b, a, b); }
 inline Floats smaller(Floats a, Floats b) { return choose(a < b, a, b); }
 inline Floats magnitude(Floats value) { return from_bits(bits(value) & 0x7fffffff); }
 
-// Nearest integers, halves to even, of numbers below 2^22: the sum with 1.5 * 2^23 has no bits left for a fraction.
+// Nearest integers, halves to even, of numbers below 2^22: the sum with 1.5 * 2^23 has no bits left for a
+// fraction.
 inline Ints nearest(Floats value) {
     const Floats shift = all(12582912.0f);
     return bits(value + shift) - bits(shift);
 }
 
-// e^x = 2^n e^r with |r| <= ln(2) / 2, and the series of e^r up to its sixth power: within 2 units in the last place.
+// e^x = 2^n e^r with |r| <= ln(2) / 2, and the series of e^r up to its sixth power: within 2 units in the
+// last place.
 inline Floats exponential(Floats x) {
     x = larger(smaller(x, all(88.3f)), all(-87.3f));
     const Ints n = nearest(x * 1.44269504f);
