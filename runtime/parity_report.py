@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvgraph.export.contract import GraphName
+from kvgraph.float16_range import Float16Overflow
 from kvgraph.runtime.parity_bands import Band
 from kvgraph.runtime.parity_metrics import LogitErrors, TensorError
 from kvgraph.runtime.session import SessionInfo
@@ -82,6 +83,8 @@ class ParityReport:
         band: Which errors are accepted.
         steps: Every call, in order.
         cross: Error of each layer's keys and values of the sources; empty without an encoder.
+        overflow: Where the reference's residual stream is more than the candidate's float16 holds; None where it
+            never is, or was not measured.
     """
 
     reference: SessionInfo
@@ -89,11 +92,13 @@ class ParityReport:
     band: Band
     steps: tuple[StepReport, ...]
     cross: tuple[TensorError, ...] = ()
+    overflow: Float16Overflow | None = None
 
     @property
     def in_band(self) -> bool:
-        """Whether every step is, and what the encoder gives."""
-        return all(step.in_band for step in self.steps) and all(error.in_band for error in self.cross)
+        """Whether every step is, and what the encoder gives; never where the residual stream overflows."""
+        tensors = all(step.in_band for step in self.steps) and all(error.in_band for error in self.cross)
+        return tensors and self.overflow is None
 
     @property
     def first_out(self) -> StepReport | None:

@@ -33,6 +33,7 @@ def format_report(report: ParityReport) -> str:
         f"reference  {_session(report.reference)}",
         f"candidate  {_session(report.candidate)}",
         f"band       {band.name}: error up to {accepted} ({band.reason})",
+        *_overflow_lines(report),
         "",
         format_table([_HEADINGS, *(_row(step) for step in _chosen(report)), _total_row(report)], _ALIGN),
         "",
@@ -49,8 +50,7 @@ def verdict(report: ParityReport) -> str:
     logits = totals.logits
     errors = f"max error {logits.max_abs:.2g}, KL {logits.kl:.2g}, top-1 {_top1(logits)}"
     if first is None:
-        state = "in band" if report.in_band else "OUT OF BAND in what the encoder gives"
-        return f"{state}: {totals.steps} steps, {totals.tokens} tokens, {errors}"
+        return f"{_state(report)}: {totals.steps} steps, {totals.tokens} tokens, {errors}"
     out = sum(not step.in_band for step in report.steps)
     place = f"first step {first.step} ({first.graph}, position {first.position})"
     if first.first_layer is not None:
@@ -60,6 +60,20 @@ def verdict(report: ParityReport) -> str:
     if first.first_hidden is not None:
         place += f", first hidden state {hidden_name(first.first_hidden)}"
     return f"OUT OF BAND: {out} of {totals.steps} steps; {place}; {errors}"
+
+
+def _state(report: ParityReport) -> str:
+    """The verdict on a report whose steps are all in band."""
+    if report.overflow is not None:
+        return f"OUT OF FLOAT16'S RANGE from {report.overflow.place} on"
+    return "in band" if report.in_band else "OUT OF BAND in what the encoder gives"
+
+
+def _overflow_lines(report: ParityReport) -> list[str]:
+    """Where the residual stream overflows, and the cure."""
+    if report.overflow is None:
+        return []
+    return [f"overflow   {report.overflow.describe()}"]
 
 
 def _source_lines(report: ParityReport) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     reference = _open_checkpoint(args, bundle) if other is None else _open_bundle(other, None, args.layers)
     band = _band(candidate, bundle, *([] if other is None else [other]))
     if has_encoder(reference) and has_encoder(candidate):
+        if bundle.residual_dtype == "float16" and other is None:
+            print("overflow   not looked for: the residual stream is measured of models without an encoder")
         texts = _TEXTS if args.text is None else (read_text(args.text),)
         return _report(args, compare_sources(args, bundle, reference, candidate, texts, band))
     if args.target_text is not None:
@@ -105,10 +108,22 @@ def run(args: argparse.Namespace) -> int:
         chunk=args.prefill_chunk,
         layers=args.layers,
     )
-    code = _report(args, report)
+    code = _report(args, _with_overflow(report, bundle, reference, sequences))
     if args.save_polygraphy is not None:
         _save_polygraphy(args, bundle, report, reference, candidate, sequences)
     return code
+
+
+def _with_overflow(
+    report: ParityReport, bundle: Bundle, reference: Session, sequences: Sequence[Sequence[int] | Ids]
+) -> ParityReport:
+    """The report, with what a float16 residual stream of the bundle does not hold of the checkpoint's."""
+    if bundle.residual_dtype != "float16" or reference.info.runtime != "torch":
+        return report
+    from kvgraph.export.residual_range import session_residual_range
+    from kvgraph.float16_range import find_overflow
+
+    return replace(report, overflow=find_overflow(session_residual_range(reference, sequences), bundle.dtype))
 
 
 def _report(args: argparse.Namespace, report: ParityReport) -> int:
