@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from kvgraph.commands.sample_text import SAMPLE_TOKENS, check_sample_text
+
 if TYPE_CHECKING:
     from kvgraph.export.bundle import Bundle
     from kvgraph.models.checkpoint import Checkpoint
@@ -26,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--residual-dtype", choices=dtypes, help="type of the residual stream (default: --dtype)"
+    )
+    parser.add_argument(
+        "--sample-text",
+        metavar="FILE",
+        help="refuse a float16 residual stream that overflows on this UTF-8 text, up to its "
+        f"{SAMPLE_TOKENS}th token",
     )
     parser.add_argument("--capacity", type=int, metavar="N", help="write the cache capacity into the graphs")
     parser.add_argument("--no-weights", action="store_true", help="graphs only; a bare config.json is enough")
@@ -54,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
         weights=not args.no_weights,
         debug_outputs=args.debug_outputs,
     )
+    if args.sample_text is not None:
+        check_sample_text(args, checkpoint)
     if _keeps(checkpoint, args.keep_quantized):
         from kvgraph.quant.importer import import_checkpoint
 
