@@ -43,7 +43,7 @@ def test_existing_bundle_needs_force(
     assert main([*command, "--force"]) == 0
 
 
-def test_flags_reach_the_export(checkpoint: str, tmp_path: Path, quick: None) -> None:
+def test_flags_reach_the_export(checkpoint: str, tmp_path: Path) -> None:
     flags = ["--dtype", "float16", "--residual-dtype", "float32", "--no-weights", "--debug-outputs"]
     assert main(["export", checkpoint, "-o", str(tmp_path / "out"), *flags]) == 0
     bundle = Bundle.open(tmp_path / "out")
