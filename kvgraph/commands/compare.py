@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print the report, and give 0 in band or 1 out of it."""
-    from kvgraph.commands.compare_sources import compare_sources
+    from kvgraph.compare_sources import compare_sources
     from kvgraph.export.bundle import Bundle
     from kvgraph.runtime.encoder_session import has_encoder
     from kvgraph.runtime.parity import compare_sessions

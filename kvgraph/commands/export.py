@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from kvgraph.commands.sample_text import SAMPLE_TOKENS, check_sample_text
+from kvgraph.sample_text import SAMPLE_TOKENS, check_sample_text
 
 if TYPE_CHECKING:
     from kvgraph.export.bundle import Bundle

@@ -124,7 +124,7 @@ def test_target_json_says_what_was_built(bundle: Bundle) -> None:
     assert data["runtime_version"] == load_tensorrt("tensorrt-rtx").__version__
     assert data["compute_capabilities"] == [89, 120]
     assert data["bundle_digest"] == bundle.digest()
-    assert data["limits"] == {"max_batch": 3, "max_context": 32, "prefill_chunk": 8}
+    assert data["limits"] == {"max_batch": 3, "max_context": 32, "prefill_chunk": 8, "max_source": None}
     assert data["options"] == {"engines": "one"}
     assert data["contract"]["state"][0]["shape"] == ["B", 2, 32, 8]
     assert data["graphs"]["prefill"]["shapes"]["input_ids"] == [[1, 1], [3, 8], [3, 8]]

@@ -133,7 +133,7 @@ DAMAGE: dict[str, dict[str, Any]] = {
     r"1 weight is missing: model.layers.1.mlp.up_proj.weight; the metadata asks": {
         "without": "blk.1.ffn_up.weight"
     },
-    r"1 weights are not expected: blk.0.attn_scale.weight; the model that the metadata describes": {
+    r"1 weight is not expected: blk.0.attn_scale.weight; the model that the metadata describes": {
         "describe": lambda writer: writer.add_tensor("blk.0.attn_scale.weight", np.ones(3, dtype=np.float32))
     },
     r"weight 'blk.0.ffn_gate.weight' has shape \[64, 32\], the metadata says \[65, 32\]": {

@@ -210,7 +210,7 @@ def test_tensors_that_belong_to_nothing_are_refused(
     extra = {"model.layers.0.self_attn.q_proj.qweight_extra": torch.zeros(3)}
     path, _ = packers.pack_checkpoint(source, tmp_path, packers.gptq(), packers.gptq_settings(), extra=extra)
     stream = open_checkpoint(path).weights()
-    with pytest.raises(ValueError, match=r"1 weights are not expected: .*qweight_extra"):
+    with pytest.raises(ValueError, match=r"1 weight is not expected: .*qweight_extra"):
         stream.check({name: stream.spec(name).shape for name in stream.names if "extra" not in name})
 
 

@@ -339,7 +339,8 @@ def test_it_goes_on_top_of_other_recipes(tiny: Bundle, cached: Callable[..., Bun
     bundle = cached(tiny, SCHEMES[2], load_recipe("int8-wo"))
     assert bundle.weights["model.layers.0.mlp.up_proj.weight"]["dtype"] == "int8"
     assert bundle.recipe is not None
-    assert bundle.recipe["prefill"]["kv_cache"] == {"format": "int8", "granularity": "channel"}
+    scheme = {"format": "int8", "granularity": "channel", "scale_form": "float"}
+    assert bundle.recipe["prefill"]["kv_cache"] == scheme
     ids = np.random.default_rng(5).integers(0, 97, (2, 20))
     plain = teacher_forced(OrtSession(tiny, threads=1), ids, [12, *[1] * 8])
     found = teacher_forced(OrtSession(bundle, threads=1), ids, [12, *[1] * 8])
