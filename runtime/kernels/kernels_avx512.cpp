@@ -164,21 +164,9 @@ void integer_rows(const Packing& packing, const Rounded& in, int64_t first, cons
 }  // namespace
 }  // namespace kvgraph
 
-#include "attention_kernels.h"
-#include "float_kernels.h"
-#include "integer_tile.h"
+#include "kernel_table.h"
 
 namespace kvgraph {
-const Kernels kAvx512Kernels = {"avx512-vnni",
-                                kIntegerRows,
-                                kFloatRows,
-                                integer_tile<kIntegerRows>,
-                                float_tile<kFloatRows>,
-                                round_blocks,
-                                round_row,
-                                gather,
-                                activate,
-                                attend_one,
-                                attend_tile};
+constexpr Kernels kAvx512Kernels = kernel_table("avx512-vnni");
 }  // namespace kvgraph
 #endif
