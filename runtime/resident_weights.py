@@ -53,9 +53,7 @@ def load_weights(path: Path) -> Mapping[str, Any]:
 def _read(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """The whole file, in pages as large as the system gives."""
     size = path.stat().st_size
-    buffer = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        buffer.madvise(mmap.MADV_HUGEPAGE)
+    buffer = _large_pages(size)
     view = memoryview(buffer)
     with path.open("rb") as file, ThreadPoolExecutor(usable_cores()) as pool:
         descriptor = file.fileno()
@@ -70,3 +68,12 @@ def _read(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
         list(pool.map(fill, range(0, size, _PIECE_BYTES)))
     return np.frombuffer(buffer, np.uint8)
+
+
+def _large_pages(size: int) -> mmap.mmap:
+    """Memory of this process alone: of shared memory Linux makes no large pages unless an administrator allows it."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return mmap.mmap(-1, size)
+    buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer.madvise(mmap.MADV_HUGEPAGE)
+    return buffer

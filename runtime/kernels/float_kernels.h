@@ -27,19 +27,41 @@ struct BFloat16Weights {
     }
 };
 
+// Few rows have several sums each, so that none waits for the one before.
 template <class Weights, int rows>
 void float_rows(const float* input, int64_t size, const uint8_t* panel, bool add, float* tile) {
-    Floats sum[rows];
+    constexpr int parts = rows > 4 ? 2 : rows > 2 ? 4 : 8, sums = rows > 4 ? 1 : parts;
+    Floats sum[sums][rows];
 #pragma GCC unroll 16
-    for (int r = 0; r < rows; ++r) sum[r] = add ? load(tile + r * 16) : Floats{};
-    for (int64_t k = 0; k < size; ++k) {
+    for (int r = 0; r < rows; ++r) {
+        sum[0][r] = add ? load(tile + r * 16) : Floats{};
+#pragma GCC unroll 16
+        for (int s = 1; s < sums; ++s) sum[s][r] = Floats{};
+    }
+    int64_t k = 0;
+    for (; k + parts <= size; k += parts) {
+        const uint8_t* at = panel + k * Weights::kBytes;
+#pragma GCC unroll 16
+        for (int line = 0; line < parts * Weights::kBytes; line += 64) prefetch(at + line);
+#pragma GCC unroll 16
+        for (int part = 0; part < parts; ++part) {
+            const Floats weights = Weights::at(at + part * Weights::kBytes);
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; ++r) sum[part % sums][r] += input[(k + part) * rows + r] * weights;
+        }
+    }
+    for (; k < size; ++k) {
         const Floats weights = Weights::at(panel + k * Weights::kBytes);
-        __builtin_prefetch(panel + k * Weights::kBytes + 2048);
 #pragma GCC unroll 16
-        for (int r = 0; r < rows; ++r) sum[r] += input[k * rows + r] * weights;
+        for (int r = 0; r < rows; ++r) sum[0][r] += input[k * rows + r] * weights;
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < rows; ++r) store(tile + r * 16, sum[r]);
+    for (int r = 0; r < rows; ++r) {
+        Floats total = sum[0][r];
+#pragma GCC unroll 16
+        for (int s = 1; s < sums; ++s) total += sum[s][r];
+        store(tile + r * 16, total);
+    }
 }
 
 template <class Weights, int rows>

@@ -13,11 +13,18 @@ namespace {
 
 constexpr int kRows = 6, kColumns = 1, kMixHeads = 4, kMixColumns = 1, kIntegerRows = 4, kFloatRows = 6;
 
+// Through memory it takes four times as long, which is what GCC before 12 is left with.
 inline Floats join(__m256 low, __m256 high) {
+#if __has_builtin(__builtin_shufflevector)
+    typedef float Half __attribute__((vector_size(32)));
+    return __builtin_shufflevector((Half)low, (Half)high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14,
+                                   15);
+#else
     Floats value;
     std::memcpy(&value, &low, sizeof low);
     std::memcpy(reinterpret_cast<char*>(&value) + 32, &high, sizeof high);
     return value;
+#endif
 }
 inline Floats load_half(const uint8_t* from) {
     const __m128i* halves = reinterpret_cast<const __m128i*>(from);
@@ -122,8 +129,9 @@ void block_side(bool half, const Rounded& in, int64_t first, const uint8_t* pane
         }
         load_weights<four>(at, side, weights);
         at += four ? 256 : 512;
-        _mm_prefetch(at + 1024 + side * 64, _MM_HINT_T0);
-        _mm_prefetch(at + 1152 + side * 64, _MM_HINT_T0);
+        if (side == 0) {
+            for (int line = 0; line < (four ? 5 : 9); ++line) prefetch(at + line * 64);
+        }
 #pragma GCC unroll 16
         for (int r = 0; r < rows; ++r) {
             const int64_t row = first * in.blocks + b * rows + r;
