@@ -1,14 +1,17 @@
 """Running calibration data through a bundle, and keeping what was learned.
 
 Statistics are cached by the digest of bundle and data: a second recipe for the same bundle costs no second run, and a
-run that was stopped goes on with the layer that it was in.
+run that was stopped goes on with the layer that it was in. A process that wants statistics that another one is
+collecting waits for them.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
-import shutil
+import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
@@ -17,6 +20,7 @@ from kvgraph.quant.layer_graph import HEAD, Piece
 from kvgraph.quant.layerwise import LayerwiseModel, Stream
 from kvgraph.quant.statistics import InputStatistics, LayerStatistics, StatisticsCollector
 
+_LOG = logging.getLogger(__name__)
 # Raised whenever statistics change their meaning: older files are then left alone.
 _VERSION = 1
 
@@ -40,21 +44,41 @@ def collect_statistics(model: LayerwiseModel, directory: Path) -> Iterator[tuple
         ValueError: An activation is not finite; the message names the layer.
     """
     last = model.graph.num_layers
-    if (stopped_at := _first_missing(model, directory)) <= last and not Stream(
-        directory, stopped_at
-    ).exists():
-        # Nothing to go on from: at the start, or where files were removed.
-        shutil.rmtree(directory)
-        directory.mkdir(parents=True)
-        model.embed(Stream(directory, 0))
-    for index in tqdm(range(last + 1), desc="calibrating", unit="layer", disable=None):
-        piece = model.graph.piece(index)
-        file = directory / f"{piece.name}.npz"
-        source = Stream(directory, index)
-        if not file.exists():
-            _run_piece(model, piece, source, directory).save(file)
-        source.remove()
-        yield piece, LayerStatistics.load(file, piece)
+    with _alone(directory):
+        if (stopped_at := _first_missing(model, directory)) <= last and not Stream(
+            directory, stopped_at
+        ).exists():
+            # Nothing to go on from: at the start, or where files were removed.
+            _clear(model, directory)
+            model.embed(Stream(directory, 0))
+        for index in tqdm(range(last + 1), desc="calibrating", unit="layer", disable=None):
+            piece = model.graph.piece(index)
+            file = directory / f"{piece.name}.npz"
+            source = Stream(directory, index)
+            if not file.exists():
+                _run_piece(model, piece, source, directory).save(file)
+            source.remove()
+            yield piece, LayerStatistics.load(file, piece)
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Keep other processes from collecting the same statistics; the lock goes with the process that holds it."""
+    with directory.with_name(f"{directory.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _LOG.warning("waiting for another process that collects the same statistics in %s", directory)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _clear(model: LayerwiseModel, directory: Path) -> None:
+    """Remove statistics and streams; what GPTQ keeps beside them may be in use."""
+    for file in directory.glob("*.npz"):
+        file.unlink()
+    for layer in range(model.graph.num_layers + 1):
+        Stream(directory, layer).remove()
 
 
 def _first_missing(model: LayerwiseModel, directory: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,26 @@ def test_lost_files_are_computed_again(
     (directory / "layers.1.npz").unlink()
     found = {piece.name: statistics for piece, statistics in collect_statistics(model, directory)}
     assert_same(found, expected)
+
+
+def test_two_processes_share_one_run(
+    tiny_llama: TinyLlama, exported: Exported, opened: Opened, sequences: list[Ids], tmp_path: Path
+) -> None:
+    """The second waits for the first, computes nothing, and leaves what GPTQ keeps there alone."""
+    bundle = exported(tiny_llama())
+    first, second = (opened(bundle, sequences) for _ in range(2))
+    directory = cache_directory(tmp_path, first)
+    (directory / "gptq.other").mkdir()
+    # A process of its own is not needed: locks belong to open files.
+    collecting = collect_statistics(first, directory)
+    expected = [next(collecting)]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: list(collect_statistics(second, directory)))
+        expected += list(collecting)
+        found = waiting.result(timeout=60)
+    assert_same(*({piece.name: entry for piece, entry in each} for each in (found, expected)))
+    assert (directory / "gptq.other").is_dir()
+    assert not list(directory.glob("stream.*"))
 
 
 def assert_same(found: dict[str, LayerStatistics], expected: dict[str, LayerStatistics]) -> None:
