@@ -18,7 +18,7 @@ struct AttendOne {
     int64_t begin, end;
     int64_t heads, size;
     float softcap;
-    float* scores;   // [heads, end - begin], scratch
+    float* scores;   // [heads, padded end - begin], scratch
     float* result;   // [heads, size]
     float* maximum;  // [heads]
     float* sum;      // [heads]

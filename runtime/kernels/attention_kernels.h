@@ -9,6 +9,7 @@
 namespace kvgraph {
 namespace {
 
+constexpr int64_t kAheadFloats = kAhead / static_cast<int64_t>(sizeof(float));
 constexpr float kUnseen = -1e30f;  // a score that softmax makes zero; not infinite, whose difference is NaN
 
 inline Floats cap(Floats scores, float softcap) {
@@ -163,16 +164,19 @@ inline float dot(const float* a, const float* b, int64_t size) {
     return result;
 }
 
-// result[head][0 ... 16 * columns - 1] = sum over slots of weights[head][slot] * values[slot].
+// result[head][0 ... 16 * columns - 1] = sum over slots of weights[head * stride + slot] * values[slot].
 template <int heads, int columns>
-void mix(const float* weights, int64_t slots, const float* values, int64_t size, float* result) {
+void mix(const float* weights, int64_t stride, int64_t slots, const float* values, int64_t size,
+         float* result) {
     Floats sum[heads][columns] = {};
     for (int64_t j = 0; j < slots; ++j) {
 #pragma GCC unroll 16
         for (int n = 0; n < columns; ++n) {
-            const Floats value = load(values + j * size + n * 16);
+            const float* at = values + j * size + n * 16;
+            prefetch(at + kAheadFloats);
+            const Floats value = load(at);
 #pragma GCC unroll 16
-            for (int h = 0; h < heads; ++h) sum[h][n] += weights[h * slots + j] * value;
+            for (int h = 0; h < heads; ++h) sum[h][n] += weights[h * stride + j] * value;
         }
     }
 #pragma GCC unroll 16
@@ -183,26 +187,27 @@ void mix(const float* weights, int64_t slots, const float* values, int64_t size,
 }
 
 template <int heads>
-void mix_heads(const float* weights, int64_t slots, const float* values, int64_t size, float* result) {
+void mix_heads(const float* weights, int64_t stride, int64_t slots, const float* values, int64_t size,
+               float* result) {
     int64_t d = 0;
     for (; d + 16 * kMixColumns <= size; d += 16 * kMixColumns) {
-        mix<heads, kMixColumns>(weights, slots, values + d, size, result + d);
+        mix<heads, kMixColumns>(weights, stride, slots, values + d, size, result + d);
     }
-    for (; d + 16 <= size; d += 16) mix<heads, 1>(weights, slots, values + d, size, result + d);
+    for (; d + 16 <= size; d += 16) mix<heads, 1>(weights, stride, slots, values + d, size, result + d);
     for (; d < size; ++d) {
         for (int h = 0; h < heads; ++h) {
             float sum = 0;
-            for (int64_t j = 0; j < slots; ++j) sum += weights[h * slots + j] * values[j * size + d];
+            for (int64_t j = 0; j < slots; ++j) sum += weights[h * stride + j] * values[j * size + d];
             result[h * size + d] = sum;
         }
     }
 }
 
 template <int heads>
-void mix_count(int64_t count, const float* weights, int64_t slots, const float* values, int64_t size,
-               float* result) {
-    if (count == heads) return mix_heads<heads>(weights, slots, values, size, result);
-    if constexpr (heads > 1) mix_count<heads - 1>(count, weights, slots, values, size, result);
+void mix_count(int64_t count, const float* weights, int64_t stride, int64_t slots, const float* values,
+               int64_t size, float* result) {
+    if (count == heads) return mix_heads<heads>(weights, stride, slots, values, size, result);
+    if constexpr (heads > 1) mix_count<heads - 1>(count, weights, stride, slots, values, size, result);
 }
 
 // One query against `slots` keys: sixteen at a time, whose sums of lanes are taken together.
@@ -221,36 +226,39 @@ void score(const float* query, const float* keys, int64_t slots, int64_t size, f
 }
 
 void attend_one(const AttendOne& one) {
-    const int64_t slots = one.end - one.begin, size = one.size;
+    const int64_t slots = one.end - one.begin, size = one.size, stride = padded_size(slots);
     const float* keys = one.keys + one.begin * size;
     const float* values = one.values + one.begin * size;
+    const int64_t ahead = kAheadFloats / size;
     for (int64_t j = 0; j < slots; j += 16) {
-        const int64_t count = slots - j < 16 ? slots - j : 16;
+        const int64_t count = slots - j < 16 ? slots - j : 16, then = j + ahead;
+        const float* soon = then < slots ? keys + then * size : values + (then - slots) * size;
+        for (int64_t d = 0; d < count * size; d += 16) prefetch(soon + d);
         for (int64_t h = 0; h < one.heads; ++h) {
-            score(one.queries + h * size, keys + j * size, count, size, one.scores + h * slots + j);
+            score(one.queries + h * size, keys + j * size, count, size, one.scores + h * stride + j);
         }
     }
     for (int64_t h = 0; h < one.heads; ++h) {
-        float* scores = one.scores + h * slots;
-        float maximum = kUnseen, sum = 0;
+        float* scores = one.scores + h * stride;
         if (one.softcap != 0) {
-            for (int64_t j = 0; j < slots; ++j) scores[j] = one.softcap * tanhf(scores[j] / one.softcap);
+            for (int64_t j = 0; j < slots; j += 16) store(scores + j, cap(load(scores + j), one.softcap));
         }
-        for (int64_t j = 0; j < slots; ++j) maximum = scores[j] > maximum ? scores[j] : maximum;
-        int64_t j = 0;
-        Floats part = {};
-        for (; j + 16 <= slots; j += 16) {
+        for (int64_t j = slots; j < stride; ++j) scores[j] = kUnseen;
+        Floats most = all(kUnseen), sum = {};
+        for (int64_t j = 0; j < stride; j += 16) most = larger(load(scores + j), most);
+        const float maximum = largest_lane(most);
+        for (int64_t j = 0; j < stride; j += 16) {
             const Floats weight = exponential(load(scores + j) - maximum);
             store(scores + j, weight);
-            part += weight;
+            sum += weight;
         }
-        for (; j < slots; ++j) sum += scores[j] = expf(scores[j] - maximum);
         one.maximum[h] = maximum;
-        one.sum[h] = sum + sum_lanes(part);
+        one.sum[h] = sum_lanes(sum);
     }
     for (int64_t h = 0; h < one.heads; h += kMixHeads) {
         const int64_t count = one.heads - h < kMixHeads ? one.heads - h : kMixHeads;
-        mix_count<kMixHeads>(count, one.scores + h * slots, slots, values, size, one.result + h * size);
+        mix_count<kMixHeads>(count, one.scores + h * stride, stride, slots, values, size,
+                             one.result + h * size);
     }
 }
 

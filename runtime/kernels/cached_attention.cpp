@@ -157,12 +157,12 @@ void CachedAttention::one_position(const Call& call, const Operands& operands) c
         const int64_t begin = start + part * part_slots, stop = std::min(end, begin + part_slots);
         thread_local Scratch scratch;
         const int64_t slots = std::max<int64_t>(0, stop - begin);
-        auto* memory = static_cast<float*>(
-            scratch.reserve(static_cast<size_t>(kMaxGroup * (slots + size_ + 2)) * sizeof(float)));
+        auto* memory = static_cast<float*>(scratch.reserve(
+            static_cast<size_t>(kMaxGroup * (padded_size(slots) + size_ + 2)) * sizeof(float)));
         const int64_t cache = pair * operands.capacity * size_;
         for (int64_t h = 0; h < group; h += kMaxGroup) {
             const int64_t heads = std::min(group - h, kMaxGroup), head = b * heads_ + k * group + h;
-            float* result = memory + kMaxGroup * slots;
+            float* result = memory + kMaxGroup * padded_size(slots);
             float* maximum = result + kMaxGroup * size_;
             if (slots > 0) {
                 kernels().attend_one({operands.queries + head * size_, operands.keys + cache,

@@ -42,7 +42,7 @@ void float_rows(const float* input, int64_t size, const uint8_t* panel, bool add
     for (; k + parts <= size; k += parts) {
         const uint8_t* at = panel + k * Weights::kBytes;
 #pragma GCC unroll 16
-        for (int line = 0; line < parts * Weights::kBytes; line += 64) prefetch(at + line);
+        for (int line = 0; line < parts * Weights::kBytes; line += 64) prefetch(at + kAhead + line);
 #pragma GCC unroll 16
         for (int part = 0; part < parts; ++part) {
             const Floats weights = Weights::at(at + part * Weights::kBytes);

@@ -130,7 +130,7 @@ void block_side(bool half, const Rounded& in, int64_t first, const uint8_t* pane
         load_weights<four>(at, side, weights);
         at += four ? 256 : 512;
         if (side == 0) {
-            for (int line = 0; line < (four ? 5 : 9); ++line) prefetch(at + line * 64);
+            for (int line = 0; line < (four ? 5 : 9); ++line) prefetch(at + kAhead + line * 64);
         }
 #pragma GCC unroll 16
         for (int r = 0; r < rows; ++r) {

@@ -99,7 +99,7 @@ void block_rows(bool half, const Rounded& in, int64_t first, const uint8_t* pane
         else
             signed_bytes(at, weights);
         at += four ? 256 : 512;
-        for (int line = 0; line < (four ? 5 : 9); ++line) prefetch(at + line * 64);
+        for (int line = 0; line < (four ? 5 : 9); ++line) prefetch(at + kAhead + line * 64);
 #pragma GCC unroll 16
         for (int r = 0; r < rows; ++r) {
             const int64_t row = first * in.blocks + b * rows + r;
@@ -131,7 +131,7 @@ void whole_rows(const Rounded& in, int64_t first, const uint8_t* panel, float* t
         __m512i weights[8];
         const uint8_t* at = panel + 64 + b * 512;
         signed_bytes(at, weights);
-        for (int line = 0; line < 8; ++line) prefetch(at + line * 64);
+        for (int line = 0; line < 8; ++line) prefetch(at + kAhead + line * 64);
 #pragma GCC unroll 16
         for (int r = 0; r < rows; ++r) {
             dots[r] = add_products(dots[r], weights, in.values + (first * in.blocks + b * rows + r) * kBlock);

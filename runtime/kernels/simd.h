@@ -23,10 +23,10 @@ inline Floats load(const float* from) {
 
 inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
 
-// Weights that are wanted soon, into the second-level cache: it waits for more lines at a time than the
-// first.
+// What is read once is fetched so many bytes ahead, into the second-level cache: it waits for more lines at a
+// time than the first.
 constexpr int64_t kAhead = 8192;
-inline void prefetch(const uint8_t* now) { __builtin_prefetch(now + kAhead, 0, 2); }
+inline void prefetch(const void* line) { __builtin_prefetch(line, 0, 2); }
 
 inline Floats all(float value) { return value - Floats{}; }
 
