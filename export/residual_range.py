@@ -7,7 +7,6 @@ asks a session that holds all of it already, for `kvgraph compare`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -71,16 +70,11 @@ def residual_range(checkpoint: Checkpoint, sequences: Sequence[ArrayLike]) -> tu
     check_tied(stream, plan)
     with _Loaded(model, "prelude", stream, plan):
         states = [_prelude(model, ids) for ids in rows]
-    peaks = [residual_peak(0, [(hidden[0].numpy(), 0.0) for hidden, _ in states])]
+    peaks = [residual_peak(0, [hidden[0].numpy() for hidden, _ in states])]
     for index in range(len(model.layers)):
         with _Loaded(model, f"layers.{index}", stream, plan):
-            after = [_layer(model, index, hidden, shared) for hidden, shared in states]
-        pairs = [
-            (hidden[0].numpy(), float((hidden - before).abs().max()))
-            for hidden, (before, _) in zip(after, states, strict=True)
-        ]
-        peaks.append(residual_peak(index + 1, pairs))
-        states = [(hidden, shared) for hidden, (_, shared) in zip(after, states, strict=True)]
+            states = [(_layer(model, index, hidden, shared), shared) for hidden, shared in states]
+        peaks.append(residual_peak(index + 1, [hidden[0].numpy() for hidden, _ in states]))
     return tuple(peaks)
 
 
@@ -92,15 +86,8 @@ def session_residual_range(session: Session, sequences: Sequence[ArrayLike]) -> 
         zero = np.zeros(1, np.int64)
         session.prefill(session.allocate_cache(1, ids.shape[1]), ids, zero, np.array([[ids.shape[1] - 1]]))
         found.append([hidden[0] for hidden in session.hidden_states()])
-    changes = [
-        [0.0, *(float(np.abs(after - before).max()) for before, after in pairwise(row))] for row in found
-    ]
-    return tuple(
-        residual_peak(
-            index, [(row[index], change[index]) for row, change in zip(found, changes, strict=True)]
-        )
-        for index in range(session.contract.num_layers + 1)
-    )
+    places = range(session.contract.num_layers + 1)
+    return tuple(residual_peak(place, [row[place] for row in found]) for place in places)
 
 
 def _checked(ids: ArrayLike, vocab_size: int, max_positions: int) -> Tensor:

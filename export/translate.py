@@ -1,4 +1,4 @@
-"""The ONNX half of `kvgraph.models.ops`: each custom operator becomes one node of the standard domain."""
+"""The ONNX half of `kvgraph.models.ops`: each custom operator becomes one node of the standard domain, or a few."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from onnxscript.values import Opset
 
 # Importing the module registers the operators that the table names.
-from kvgraph.models import ops as _ops  # noqa: F401
+from kvgraph.models.ops import LOG2_E
 
 OPSET = 24
 op = Opset("", OPSET)
@@ -35,6 +35,13 @@ def _layer_norm(x: Any, weight: Any, bias: Any, eps: float) -> Any:
     return op.LayerNormalization(x, weight, bias, axis=-1, epsilon=eps)[0]
 
 
+def _row_scale(x: Any) -> Any:
+    magnitude = op.ReduceMax(op.Abs(x), op.Constant(value_ints=[-1]), keepdims=1)
+    largest = op.Max(magnitude, op.Constant(value_float=1.0))
+    exponent = op.Ceil(op.Mul(op.Log(largest), op.Constant(value_float=LOG2_E)))
+    return op.Pow(op.Constant(value_float=2.0), exponent)
+
+
 def _tensor_scatter(past: Any, update: Any, past_length: Any) -> Any:
     return op.TensorScatter(past, update, past_length, axis=2)
 
@@ -57,6 +64,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         namespace.rotary_embedding.default: _rotary_embedding,
         namespace.rms_norm.default: _rms_norm,
         namespace.layer_norm.default: _layer_norm,
+        namespace.row_scale.default: _row_scale,
         namespace.tensor_scatter.default: _tensor_scatter,
         namespace.gather_rows.default: _gather_rows,
         namespace.tied_head.default: _tied_head,

@@ -25,14 +25,12 @@ class ResidualPeak:
         magnitude: Its absolute value; infinite or NaN where float32 does not hold it either.
         row: Row of tokens that it is in.
         position: Position in that row.
-        added: Largest absolute change that the layer made to any value; 0 for the embedding.
     """
 
     hidden_state: int
     magnitude: float
     row: int
     position: int
-    added: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +39,10 @@ class Float16Overflow:
 
     Attributes:
         first: The first place that is out of range.
-        added: Largest change that any layer makes at once.
         dtype: Type of weights and activations.
     """
 
     first: ResidualPeak
-    added: float
     dtype: str
 
     @property
@@ -58,35 +54,27 @@ class Float16Overflow:
     def describe(self) -> str:
         """What is wrong and what cures it, in one line."""
         first = self.first
-        text = (
+        return (
             f"the residual stream leaves float16's range (up to {LARGEST:g}) at {self.place}, where it reaches "
             f"{first.magnitude:.6g} at position {first.position} of row {first.row}; "
             f"kvgraph export --dtype {self.dtype} --residual-dtype float32 keeps it"
         )
-        if self.dtype == "float16" and not self.added <= LARGEST:
-            text += (
-                f", but a layer adds {self.added:.6g} at once: where products are rounded to float16, only --dtype "
-                "bfloat16 or float32 does"
-            )
-        return text
 
 
-def residual_peak(hidden_state: int, rows: Sequence[tuple[NDArray[np.float32], float]]) -> ResidualPeak:
+def residual_peak(hidden_state: int, rows: Sequence[NDArray[np.float32]]) -> ResidualPeak:
     """The peak of one place.
 
     Args:
         hidden_state: The place.
-        rows: For each row of tokens the stream [S, E] in float32, and the largest change that led to it.
+        rows: For each row of tokens the stream [S, E] in float32.
     """
     peaks = []
-    for row, (stream, added) in enumerate(rows):
+    for row, stream in enumerate(rows):
         # A token with a NaN counts as the largest: NumPy's maximum passes it on, and argmax finds it.
         by_token = np.abs(stream).max(axis=-1)
         position = int(by_token.argmax())
-        peaks.append(ResidualPeak(hidden_state, float(by_token[position]), row, position, added))
-    largest = peaks[int(np.argmax([peak.magnitude for peak in peaks]))]
-    added = float(np.max([peak.added for peak in peaks]))
-    return ResidualPeak(hidden_state, largest.magnitude, largest.row, largest.position, added)
+        peaks.append(ResidualPeak(hidden_state, float(by_token[position]), row, position))
+    return peaks[int(np.argmax([peak.magnitude for peak in peaks]))]
 
 
 def find_overflow(peaks: Sequence[ResidualPeak], dtype: str) -> Float16Overflow | None:
@@ -98,4 +86,4 @@ def find_overflow(peaks: Sequence[ResidualPeak], dtype: str) -> Float16Overflow 
     """
     # Not `>`, which a NaN is never.
     out = [peak for peak in peaks if not peak.magnitude <= LARGEST]
-    return Float16Overflow(out[0], float(np.max([peak.added for peak in peaks])), dtype) if out else None
+    return Float16Overflow(out[0], dtype) if out else None

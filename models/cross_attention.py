@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kvgraph.models import ops
-from kvgraph.models.layers import Linear
+from kvgraph.models.layers import Linear, Precision, StreamLinear
 from kvgraph.models.positions import Step
 
 
@@ -21,16 +21,16 @@ class SourceAttention(nn.Module):
     """Attention of the tokens of a source to each other, without a cache."""
 
     def __init__(
-        self, hidden_size: int, heads: int, head_dim: int, dtype: torch.dtype, *, bias: bool, scale: float
+        self, hidden_size: int, heads: int, head_dim: int, precision: Precision, *, bias: bool, scale: float
     ) -> None:
         """`heads` heads of `head_dim`, whose scores are multiplied by `scale`; `bias` is that of all projections."""
         super().__init__()
         self.head_dim = head_dim
         self.scale = scale
-        self.q_proj = Linear(hidden_size, heads * head_dim, bias, dtype)
-        self.k_proj = Linear(hidden_size, heads * head_dim, bias, dtype)
-        self.v_proj = Linear(hidden_size, heads * head_dim, bias, dtype)
-        self.o_proj = Linear(heads * head_dim, hidden_size, bias, dtype)
+        self.q_proj = Linear(hidden_size, heads * head_dim, bias, precision.compute)
+        self.k_proj = Linear(hidden_size, heads * head_dim, bias, precision.compute)
+        self.v_proj = Linear(hidden_size, heads * head_dim, bias, precision.compute)
+        self.o_proj = StreamLinear(heads * head_dim, hidden_size, bias, precision)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """[B, C, E] and a mask [B, 1 or H, C, C], bool or to add -> [B, C, E]."""
@@ -47,14 +47,14 @@ class CrossAttention(nn.Module):
     """Attention of the decoder to a source whose keys and values are there already: `CrossProjection` made them."""
 
     def __init__(
-        self, hidden_size: int, heads: int, head_dim: int, dtype: torch.dtype, *, bias: bool, scale: float
+        self, hidden_size: int, heads: int, head_dim: int, precision: Precision, *, bias: bool, scale: float
     ) -> None:
         """As `SourceAttention`."""
         super().__init__()
         self.head_dim = head_dim
         self.scale = scale
-        self.q_proj = Linear(hidden_size, heads * head_dim, bias, dtype)
-        self.o_proj = Linear(heads * head_dim, hidden_size, bias, dtype)
+        self.q_proj = Linear(hidden_size, heads * head_dim, bias, precision.compute)
+        self.o_proj = StreamLinear(heads * head_dim, hidden_size, bias, precision)
 
     def forward(self, x: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         """[B, S, E], keys and values [B, K, C, D] and a mask [B, 1, S, C] bool -> [B, S, E]."""

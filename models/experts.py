@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from kvgraph.models.config_reader import ConfigReader
 from kvgraph.models.family import Into, Part
-from kvgraph.models.layers import GatedMLP, Linear, activation
+from kvgraph.models.layers import GatedMLP, Linear, Precision, activation, gated, stream_product
 
 # What holds a layer's router and experts in the graphs.
 BLOCK = "model.layers.{i}.mlp"
@@ -83,9 +83,11 @@ class Experts(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         hidden_act: str,
-        dtype: torch.dtype,
+        precision: Precision,
     ) -> None:
         super().__init__()
+        dtype = precision.compute
+        self.precision = precision
         self.gate_proj = StackedLinear(num_experts, hidden_size, intermediate_size, dtype)
         self.up_proj = StackedLinear(num_experts, hidden_size, intermediate_size, dtype)
         self.down_proj = StackedLinear(num_experts, intermediate_size, hidden_size, dtype)
@@ -96,8 +98,8 @@ class Experts(nn.Module):
         """For few tokens: reads the chosen experts alone, once for each token; types as in `everywhere`."""
         top_k, expert = chosen.shape[1], chosen.flatten()
         rows = x.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1).unsqueeze(1)
-        inner = self.act(rows @ self.gate_proj.of(expert)) * (rows @ self.up_proj.of(expert))
-        outputs = (inner @ self.down_proj.of(expert)).view(-1, top_k, x.shape[1])
+        inner = self._inner(rows @ self.gate_proj.of(expert), rows @ self.up_proj.of(expert))
+        outputs = self._outer(inner, self.down_proj.of(expert)).view(-1, top_k, x.shape[1])
         return (outputs.to(torch.float32) * weights.unsqueeze(-1)).sum(1)
 
     def everywhere(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -114,8 +116,8 @@ class Experts(nn.Module):
         is_chosen = chosen.unsqueeze(-1) == torch.arange(self.num_experts, device=x.device)
         # [X, N, 1]: nothing where a token did not choose the expert.
         share = (weights.unsqueeze(-1) * is_chosen).sum(1).T.unsqueeze(-1)
-        inner = self.act(x @ self.gate_proj.weight) * (x @ self.up_proj.weight)
-        outputs = (inner @ self.down_proj.weight).to(torch.float32)
+        inner = self._inner(x @ self.gate_proj.weight, x @ self.up_proj.weight)
+        outputs = self._outer(inner, self.down_proj.weight).to(torch.float32)
         # Not a product alone: what overflows in an expert that was not made for the token, times zero, is not a number.
         return torch.where(share == 0, 0.0, outputs * share).sum(0)
 
@@ -136,10 +138,16 @@ class Experts(nn.Module):
         empty = torch.zeros(blocks * block_rows, dtype=torch.int64, device=x.device)
         token = empty.scatter(0, slots, torch.arange(rows, device=x.device) // top_k)
         sorted_x = torch.index_select(x, 0, token).view(blocks, block_rows, x.shape[1])
-        inner = self.act(sorted_x @ self.gate_proj.of(expert)) * (sorted_x @ self.up_proj.of(expert))
-        outputs = (inner @ self.down_proj.of(expert)).flatten(0, 1)
+        inner = self._inner(sorted_x @ self.gate_proj.of(expert), sorted_x @ self.up_proj.of(expert))
+        outputs = self._outer(inner, self.down_proj.of(expert)).flatten(0, 1)
         of_token = torch.index_select(outputs, 0, slots).view(-1, top_k, x.shape[1])
         return (of_token.to(torch.float32) * weights.unsqueeze(-1)).sum(1)
+
+    def _inner(self, gate: Tensor, up: Tensor) -> Tensor:
+        return gated(self.act, gate, up, self.precision)
+
+    def _outer(self, inner: Tensor, weight: Tensor) -> Tensor:
+        return stream_product(inner, weight, self.precision)
 
     def _slots(self, chosen: Tensor, block_rows: int) -> tuple[Tensor, Tensor]:
         """Where each choice [R] goes when sorted by expert into blocks [R], and each expert's end in blocks [X]."""
@@ -165,13 +173,13 @@ class ExpertsMLP(nn.Module):
             self.shared_expert_gate = Linear(gate.weight.shape[0], 1, False, gate.weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, S, E] -> [B, S, E]."""
+        """[B, S, E] -> [B, S, E] in `Precision.branch`."""
         rows = x.flatten(0, 1)
         result = self._form(x.shape[1])(rows, *self.gate(rows)).view(x.shape)
         if self.shared_expert is not None:
             share = torch.sigmoid(self.shared_expert_gate(x.to(torch.float32)))
             result = result + self.shared_expert(x).to(torch.float32) * share
-        return result.to(x.dtype)
+        return result.to(self.experts.precision.branch)
 
     def _form(self, new_tokens: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """How to compute a step; `new_tokens` is a symbol that is at least 2 in the prefill graph."""

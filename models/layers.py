@@ -29,6 +29,16 @@ class Precision:
     compute: torch.dtype
     residual: torch.dtype
 
+    @property
+    def scales_products(self) -> bool:
+        """Whether what goes to the stream is computed in float16 and has float32's range, see `stream_product`."""
+        return (self.compute, self.residual) == (torch.float16, torch.float32)
+
+    @property
+    def branch(self) -> torch.dtype:
+        """Type of what layers add to the stream."""
+        return self.residual if self.scales_products else self.compute
+
 
 class Linear(nn.Module):
     """x @ weight + bias with the weight stored [in, out], as MatMul and its quantized kernels take it."""
@@ -42,6 +52,36 @@ class Linear(nn.Module):
         """[..., in] -> [..., out]."""
         product = torch.matmul(x, self.weight)
         return product if self.bias is None else product + self.bias
+
+
+def stream_product(x: Tensor, weight: Tensor, precision: Precision) -> Tensor:
+    """x @ weight of what a layer adds to the residual stream, [..., in] and [..., in, out] -> [..., out].
+
+    A product may be out of float16's range though its factors are not. Where `precision` asks for it, each row of x is
+    divided by a power of two, so that no entry is above one, and the float16 product is multiplied by it in float32.
+    It holds where the magnitudes of a column of the weight add up to at most 65504, and is exact but for entries so far
+    below their row's largest that float16 has few digits left for them. Weights keep their 16 bits: with casts to
+    float32 around the product instead, TensorRT stores them in 32 (measured).
+    """
+    if not precision.scales_products:
+        product: Tensor = torch.matmul(x, weight)
+        return product
+    wide = x.to(torch.float32)
+    scale: Tensor = ops.row_scale(wide)
+    return torch.matmul((wide / scale).to(weight.dtype), weight).to(torch.float32) * scale
+
+
+class StreamLinear(Linear):
+    """A `Linear` whose result a layer adds to the residual stream, in `Precision.branch`."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, precision: Precision) -> None:
+        super().__init__(in_features, out_features, bias, precision.compute)
+        self.precision = precision
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        product = stream_product(x, self.weight, self.precision)
+        return product if self.bias is None else product + self.bias.to(product.dtype)
 
 
 class Embedding(nn.Module):
@@ -112,15 +152,20 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
     return ACTIVATIONS[name]
 
 
+def gated(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor, precision: Precision) -> Tensor:
+    """act(gate) * up, the input of a `stream_product`, in its type: two float16 factors may overflow here already."""
+    return act(gate.to(precision.branch)) * up.to(precision.branch)
+
+
 class MLP(nn.Module):
     """down(act(up(x)))."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, hidden_act: str, bias: bool, dtype: torch.dtype
+        self, hidden_size: int, intermediate_size: int, hidden_act: str, bias: bool, precision: Precision
     ) -> None:
         super().__init__()
-        self.up_proj = Linear(hidden_size, intermediate_size, bias, dtype)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias, dtype)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias, precision.compute)
+        self.down_proj = StreamLinear(intermediate_size, hidden_size, bias, precision)
         self.act = activation(hidden_act)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,17 +178,19 @@ class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x))."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, hidden_act: str, bias: bool, dtype: torch.dtype
+        self, hidden_size: int, intermediate_size: int, hidden_act: str, bias: bool, precision: Precision
     ) -> None:
         super().__init__()
-        self.gate_proj = Linear(hidden_size, intermediate_size, bias, dtype)
-        self.up_proj = Linear(hidden_size, intermediate_size, bias, dtype)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias, dtype)
+        self.precision = precision
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias, precision.compute)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias, precision.compute)
+        self.down_proj = StreamLinear(intermediate_size, hidden_size, bias, precision)
         self.act = activation(hidden_act)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, E] -> [B, S, E]."""
-        result: Tensor = self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        inner = gated(self.act, self.gate_proj(x), self.up_proj(x), self.precision)
+        result: Tensor = self.down_proj(inner)
         return result
 
 
@@ -153,7 +200,7 @@ class Attention(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        dtype: torch.dtype,
+        precision: Precision,
         *,
         qkv_bias: bool,
         out_bias: bool,
@@ -164,21 +211,21 @@ class Attention(nn.Module):
 
         Args:
             config: Hidden size, heads, key/value heads and head dimension.
-            dtype: Compute type.
+            precision: Element types.
             qkv_bias: Whether the query, key and value projections have biases.
             out_bias: Whether the output projection has one.
             scale: Factor on the scores; default 1 / sqrt(D).
             interleaved: Whether rotary pairs are neighbours rather than half a head apart.
         """
         super().__init__()
-        size, heads = config.hidden_size, config.num_attention_heads
+        size, heads, dtype = config.hidden_size, config.num_attention_heads, precision.compute
         self.head_dim = config.head_dim
         self.kv_shape = (config.num_key_value_heads, config.head_dim)
         key_value_size = config.num_key_value_heads * self.head_dim
         self.q_proj = Linear(size, heads * self.head_dim, qkv_bias, dtype)
         self.k_proj = Linear(size, key_value_size, qkv_bias, dtype)
         self.v_proj = Linear(size, key_value_size, qkv_bias, dtype)
-        self.o_proj = Linear(heads * self.head_dim, size, out_bias, dtype)
+        self.o_proj = StreamLinear(heads * self.head_dim, size, out_bias, precision)
         self.scale = self.head_dim**-0.5 if scale is None else scale
         self.interleaved = interleaved
 
@@ -235,7 +282,7 @@ class NormedAttention(Attention):
     def __init__(
         self,
         config: ModelConfig,
-        dtype: torch.dtype,
+        precision: Precision,
         *,
         qkv_bias: bool,
         out_bias: bool,
@@ -243,9 +290,9 @@ class NormedAttention(Attention):
         scale: float | None = None,
     ) -> None:
         """As `Attention`; `norm_eps` is that of both norms."""
-        super().__init__(config, dtype, qkv_bias=qkv_bias, out_bias=out_bias, scale=scale)
-        self.q_norm = RMSNorm(self.head_dim, norm_eps, dtype)
-        self.k_norm = RMSNorm(self.head_dim, norm_eps, dtype)
+        super().__init__(config, precision, qkv_bias=qkv_bias, out_bias=out_bias, scale=scale)
+        self.q_norm = RMSNorm(self.head_dim, norm_eps, precision.compute)
+        self.k_norm = RMSNorm(self.head_dim, norm_eps, precision.compute)
 
     def queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """See `Attention.queries_and_keys`."""

@@ -6,10 +6,15 @@ domain after export: `kvgraph.export.translate` holds the other half of every pa
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.library import custom_op
 from torch.nn import functional
+
+# From natural logarithms to those of base two.
+LOG2_E = 1 / math.log(2)
 
 
 @custom_op("kvgraph::attention", mutates_args=())
@@ -88,6 +93,21 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 @layer_norm.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     return torch.empty_like(x)
+
+
+@custom_op("kvgraph::row_scale", mutates_args=())
+def row_scale(x: Tensor) -> Tensor:
+    """The least power of two that is at least one and at least a row's largest magnitude: [..., I] float32 -> [..., 1].
+
+    Where the logarithm of a power of two is rounded up it is twice that, which serves as well.
+    """
+    largest = x.abs().amax(-1, keepdim=True).clamp(min=1.0)
+    return torch.exp2(torch.ceil(largest.log() * LOG2_E))
+
+
+@row_scale.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], 1))
 
 
 @custom_op("kvgraph::tensor_scatter", mutates_args=())

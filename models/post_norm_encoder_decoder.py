@@ -58,9 +58,9 @@ def encoder_layer(
     size, heads, dim = config.hidden_size, config.encoder_attention_heads, config.encoder_head_dim
     compute = precision.compute
     return PostNormEncoderLayer(
-        SourceAttention(size, heads, dim, compute, bias=bias, scale=dim**-0.5),
+        SourceAttention(size, heads, dim, precision, bias=bias, scale=dim**-0.5),
         stream_norm(size, epsilon, precision),
-        MLP(size, config.encoder_ffn_dim, config.hidden_act, True, compute),
+        MLP(size, config.encoder_ffn_dim, config.hidden_act, True, precision),
         stream_norm(size, epsilon, precision),
         compute,
     )
@@ -73,11 +73,11 @@ def decoder_layer(
     size, heads, dim = config.hidden_size, config.num_attention_heads, config.head_dim
     compute = precision.compute
     return PostNormCrossLayer(
-        Attention(config, compute, qkv_bias=bias, out_bias=bias),
+        Attention(config, precision, qkv_bias=bias, out_bias=bias),
         stream_norm(size, epsilon, precision),
-        CrossAttention(size, heads, dim, compute, bias=bias, scale=dim**-0.5),
+        CrossAttention(size, heads, dim, precision, bias=bias, scale=dim**-0.5),
         stream_norm(size, epsilon, precision),
-        MLP(size, config.intermediate_size, config.hidden_act, True, compute),
+        MLP(size, config.intermediate_size, config.hidden_act, True, precision),
         stream_norm(size, epsilon, precision),
         compute,
     )

@@ -47,7 +47,7 @@ def read_rms(reader: ConfigReader, *, tie_word_embeddings: bool = False) -> dict
 
 def gated_mlp(config: ModelConfig, precision: Precision, bias: bool = False) -> GatedMLP:
     """The feed-forward part as `config` sizes it."""
-    return GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act, bias, precision.compute)
+    return GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act, bias, precision)
 
 
 def rms_decoder(

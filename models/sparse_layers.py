@@ -83,14 +83,14 @@ def feed_forward(
     """
     if not config.has_experts(layer):
         return gated_mlp(config, precision)
-    size, compute = config.hidden_size, precision.compute
+    size = config.hidden_size
     shared = (
         None
         if shared_expert_size is None
-        else GatedMLP(size, shared_expert_size, config.hidden_act, False, compute)
+        else GatedMLP(size, shared_expert_size, config.hidden_act, False, precision)
     )
     return ExpertsMLP(
         Router(size, config.num_experts, config.num_experts_per_tok, config.norm_topk_prob),
-        Experts(config.num_experts, size, config.moe_intermediate_size, config.hidden_act, compute),
+        Experts(config.num_experts, size, config.moe_intermediate_size, config.hidden_act, precision),
         shared,
     )

@@ -16,6 +16,7 @@ from kvgraph.export.passes.keep_rows import keep_rows
 from kvgraph.export.passes.lower_float4 import lower_float4
 from kvgraph.export.passes.pack_linears import pack_linears
 from kvgraph.export.passes.remove_casts import remove_casts
+from kvgraph.export.passes.remove_row_scales import remove_row_scales
 from kvgraph.export.passes.widen_floats import widen_floats
 from kvgraph.export.targets.shared_weights import shares_weights
 
@@ -25,6 +26,7 @@ _FLOAT4 = "float4_e2m1"
 # In this order: each one matches what those before it have made.
 _KERNEL_PASSES = (
     remove_casts,
+    remove_row_scales,
     pack_linears,
     fuse_biases,
     keep_rows,

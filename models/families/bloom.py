@@ -95,9 +95,9 @@ def layer(config: BloomConfig, precision: Precision) -> SequentialLayer:
     compute, size, epsilon = precision.compute, config.hidden_size, config.layer_norm_epsilon
     return SequentialLayer(
         LayerNorm(size, epsilon, compute),
-        Attention(config, compute, qkv_bias=True, out_bias=True),
+        Attention(config, precision, qkv_bias=True, out_bias=True),
         LayerNorm(size, epsilon, compute),
-        MLP(size, config.intermediate_size, config.hidden_act, True, compute),
+        MLP(size, config.intermediate_size, config.hidden_act, True, precision),
         shared=AlibiMask.names,
     )
 

@@ -68,9 +68,9 @@ def layer(config: CohereConfig, precision: Precision) -> ParallelLayer:
     compute, size, bias = precision.compute, config.hidden_size, config.attention_bias
     return ParallelLayer(
         LayerNorm(size, config.layer_norm_eps, compute, bias=False),
-        Attention(config, compute, qkv_bias=bias, out_bias=bias, interleaved=True),
+        Attention(config, precision, qkv_bias=bias, out_bias=bias, interleaved=True),
         None,
-        GatedMLP(size, config.intermediate_size, config.hidden_act, False, compute),
+        GatedMLP(size, config.intermediate_size, config.hidden_act, False, precision),
     )
 
 

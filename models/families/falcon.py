@@ -145,8 +145,8 @@ def layer(
     """A layer of any generation."""
     compute, size, epsilon = precision.compute, config.hidden_size, config.layer_norm_epsilon
     first, second = LayerNorm(size, epsilon, compute), LayerNorm(size, epsilon, compute)
-    attention = Attention(config, compute, qkv_bias=config.bias, out_bias=config.bias)
-    mlp = MLP(size, config.intermediate_size, config.hidden_act, config.bias, compute)
+    attention = Attention(config, precision, qkv_bias=config.bias, out_bias=config.bias)
+    mlp = MLP(size, config.intermediate_size, config.hidden_act, config.bias, precision)
     if not config.parallel_attn:
         return SequentialLayer(first, attention, second, mlp, shared=shared)
     both = config.num_ln_in_parallel_attn == 1

@@ -90,9 +90,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> Gemma2Config:
 class CappedAttention(Attention):
     """Attention whose scores are soft-capped, written out: TensorRT rejects `Attention` with a cap."""
 
-    def __init__(self, config: Gemma2Config, dtype: torch.dtype, softcap: float) -> None:
+    def __init__(self, config: Gemma2Config, precision: Precision, softcap: float) -> None:
         bias, scale = config.attention_bias, config.query_pre_attn_scalar**-0.5
-        super().__init__(config, dtype, qkv_bias=bias, out_bias=bias, scale=scale)
+        super().__init__(config, precision, qkv_bias=bias, out_bias=bias, scale=scale)
         self.softcap = softcap
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -158,12 +158,12 @@ class SandwichLayer(DecoderLayer):
         return hidden_states + self.post_feedforward_layernorm(fed_forward), key, value
 
 
-def attention(config: Gemma2Config, dtype: torch.dtype) -> Attention:
+def attention(config: Gemma2Config, precision: Precision) -> Attention:
     """Attention with or without a cap, as `config` says."""
     if config.attn_logit_softcapping is not None:
-        return CappedAttention(config, dtype, config.attn_logit_softcapping)
+        return CappedAttention(config, precision, config.attn_logit_softcapping)
     bias, scale = config.attention_bias, config.query_pre_attn_scalar**-0.5
-    return Attention(config, dtype, qkv_bias=bias, out_bias=bias, scale=scale)
+    return Attention(config, precision, qkv_bias=bias, out_bias=bias, scale=scale)
 
 
 def build(config: ModelConfig, precision: Precision) -> Decoder:
@@ -175,7 +175,7 @@ def build(config: ModelConfig, precision: Precision) -> Decoder:
         return SandwichLayer(
             config,
             precision,
-            attention(config, compute),
+            attention(config, precision),
             gated_mlp(config, precision),
             kind=layer_type,
             shared=(f"mask{suffix(layer_type)}", "cos", "sin"),

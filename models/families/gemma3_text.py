@@ -121,7 +121,7 @@ def build(config: ModelConfig, precision: Precision) -> Decoder:
     def layer(layer_type: str) -> SandwichLayer:
         attention = NormedAttention(
             config,
-            compute,
+            precision,
             qkv_bias=bias,
             out_bias=bias,
             norm_eps=config.rms_norm_eps,

@@ -87,9 +87,9 @@ def layer(config: GPT2Config, index: int, precision: Precision) -> SequentialLay
     scale = config.attention_scale(index)
     return SequentialLayer(
         LayerNorm(size, epsilon, compute),
-        Attention(config, compute, qkv_bias=True, out_bias=True, scale=scale),
+        Attention(config, precision, qkv_bias=True, out_bias=True, scale=scale),
         LayerNorm(size, epsilon, compute),
-        MLP(size, config.intermediate_size, config.hidden_act, True, compute),
+        MLP(size, config.intermediate_size, config.hidden_act, True, precision),
         shared=("mask",),
         kind=f"attention_scale_{scale}",
     )

@@ -70,9 +70,9 @@ def layer(config: GPTNeoXConfig, precision: Precision) -> ParallelLayer | Sequen
     arrangement = ParallelLayer if config.use_parallel_residual else SequentialLayer
     return arrangement(
         LayerNorm(size, config.layer_norm_eps, compute),
-        Attention(config, compute, qkv_bias=config.attention_bias, out_bias=config.attention_bias),
+        Attention(config, precision, qkv_bias=config.attention_bias, out_bias=config.attention_bias),
         LayerNorm(size, config.layer_norm_eps, compute),
-        MLP(size, config.intermediate_size, config.hidden_act, True, compute),
+        MLP(size, config.intermediate_size, config.hidden_act, True, precision),
     )
 
 

@@ -105,7 +105,7 @@ def build(config: ModelConfig, precision: Precision) -> Decoder:
     def layer() -> GraniteLayer:
         made = GraniteLayer(
             RMSNorm(config.hidden_size, config.rms_norm_eps, compute),
-            Attention(config, compute, qkv_bias=bias, out_bias=bias, scale=config.attention_multiplier),
+            Attention(config, precision, qkv_bias=bias, out_bias=bias, scale=config.attention_multiplier),
             RMSNorm(config.hidden_size, config.rms_norm_eps, compute),
             gated_mlp(config, precision, config.mlp_bias),
         )

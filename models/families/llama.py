@@ -68,7 +68,7 @@ def build(config: ModelConfig, precision: Precision) -> Decoder:
     def layer() -> SequentialLayer:
         return SequentialLayer(
             RMSNorm(config.hidden_size, config.rms_norm_eps, compute),
-            Attention(config, compute, qkv_bias=bias, out_bias=bias),
+            Attention(config, precision, qkv_bias=bias, out_bias=bias),
             RMSNorm(config.hidden_size, config.rms_norm_eps, compute),
             gated_mlp(config, precision, config.mlp_bias),
         )

@@ -66,7 +66,7 @@ def build(config: ModelConfig, precision: Precision) -> Decoder:
     def layer() -> SequentialLayer:
         return SequentialLayer(
             RMSNorm(config.hidden_size, config.rms_norm_eps, compute),
-            Attention(config, compute, qkv_bias=False, out_bias=False),
+            Attention(config, precision, qkv_bias=False, out_bias=False),
             RMSNorm(config.hidden_size, config.rms_norm_eps, compute),
             gated_mlp(config, precision),
             kind=layer_type,

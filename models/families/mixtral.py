@@ -64,11 +64,11 @@ def build(config: ModelConfig, precision: Precision) -> Decoder:
     def layer() -> SequentialLayer:
         return SequentialLayer(
             RMSNorm(size, config.rms_norm_eps, compute),
-            Attention(config, compute, qkv_bias=False, out_bias=False),
+            Attention(config, precision, qkv_bias=False, out_bias=False),
             RMSNorm(size, config.rms_norm_eps, compute),
             ExpertsMLP(
                 Router(size, num_experts, top_k, normalized=True),
-                Experts(num_experts, size, config.intermediate_size, config.hidden_act, compute),
+                Experts(num_experts, size, config.intermediate_size, config.hidden_act, precision),
             ),
             kind=layer_type,
             shared=(f"mask{suffix(layer_type)}", "cos", "sin"),

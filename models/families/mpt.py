@@ -112,12 +112,12 @@ class ClippedLinear(Linear):
 class MptAttention(Attention):
     """Attention without biases; queries, keys and values are clipped where the config asks for it."""
 
-    def __init__(self, config: MptConfig, dtype: torch.dtype) -> None:
-        super().__init__(config, dtype, qkv_bias=False, out_bias=False, scale=config.softmax_scale)
+    def __init__(self, config: MptConfig, precision: Precision) -> None:
+        super().__init__(config, precision, qkv_bias=False, out_bias=False, scale=config.softmax_scale)
         if (limit := config.clip_qkv) is not None:
             size = config.hidden_size
             self.q_proj, self.k_proj, self.v_proj = (
-                ClippedLinear(size, size, limit, dtype) for _ in range(3)
+                ClippedLinear(size, size, limit, precision.compute) for _ in range(3)
             )
 
 
@@ -126,9 +126,9 @@ def layer(config: MptConfig, precision: Precision) -> SequentialLayer:
     compute, size, epsilon = precision.compute, config.hidden_size, config.layer_norm_epsilon
     return SequentialLayer(
         LayerNorm(size, epsilon, compute, bias=False),
-        MptAttention(config, compute),
+        MptAttention(config, precision),
         LayerNorm(size, epsilon, compute, bias=False),
-        MLP(size, config.intermediate_size, config.hidden_act, False, compute),
+        MLP(size, config.intermediate_size, config.hidden_act, False, precision),
         shared=AlibiMask.names,
     )
 

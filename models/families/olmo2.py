@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvgraph.models.config import ModelConfig
@@ -59,9 +58,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> Olmo2Config:
 class Olmo2Attention(Attention):
     """Attention that norms whole projections, before they are split into heads."""
 
-    def __init__(self, config: Olmo2Config, dtype: torch.dtype) -> None:
-        super().__init__(config, dtype, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
-        eps, dim = config.rms_norm_eps, config.head_dim
+    def __init__(self, config: Olmo2Config, precision: Precision) -> None:
+        super().__init__(config, precision, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
+        eps, dim, dtype = config.rms_norm_eps, config.head_dim, precision.compute
         self.q_norm = RMSNorm(config.num_attention_heads * dim, eps, dtype)
         self.k_norm = RMSNorm(config.num_key_value_heads * dim, eps, dtype)
 
@@ -76,7 +75,7 @@ class Olmo2Layer(DecoderLayer):
 
     def __init__(self, config: Olmo2Config, precision: Precision) -> None:
         super().__init__()
-        self.self_attn = Olmo2Attention(config, precision.compute)
+        self.self_attn = Olmo2Attention(config, precision)
         self.kv_shape = self.self_attn.kv_shape
         size, eps = config.hidden_size, config.rms_norm_eps
         self.post_attention_layernorm = RMSNorm(size, eps, precision.residual)

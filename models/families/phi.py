@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvgraph.models.config import ModelConfig, read_common
@@ -63,11 +62,11 @@ def config_from_hf(hf: Mapping[str, Any]) -> PhiConfig:
 class PhiAttention(Attention):
     """Attention with biases, and perhaps a layer norm over the query and the key of each head."""
 
-    def __init__(self, config: PhiConfig, dtype: torch.dtype) -> None:
-        super().__init__(config, dtype, qkv_bias=True, out_bias=True)
+    def __init__(self, config: PhiConfig, precision: Precision) -> None:
+        super().__init__(config, precision, qkv_bias=True, out_bias=True)
         normed = config.qk_layernorm
-        self.q_norm = LayerNorm(self.head_dim, config.layer_norm_eps, dtype) if normed else None
-        self.k_norm = LayerNorm(self.head_dim, config.layer_norm_eps, dtype) if normed else None
+        self.q_norm = LayerNorm(self.head_dim, config.layer_norm_eps, precision.compute) if normed else None
+        self.k_norm = LayerNorm(self.head_dim, config.layer_norm_eps, precision.compute) if normed else None
 
     def queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """See `Attention`."""
@@ -82,9 +81,9 @@ def layer(config: PhiConfig, precision: Precision) -> ParallelLayer:
     compute, size = precision.compute, config.hidden_size
     return ParallelLayer(
         LayerNorm(size, config.layer_norm_eps, compute),
-        PhiAttention(config, compute),
+        PhiAttention(config, precision),
         None,
-        MLP(size, config.intermediate_size, config.hidden_act, True, compute),
+        MLP(size, config.intermediate_size, config.hidden_act, True, precision),
     )
 
 

@@ -145,16 +145,16 @@ class PostNormLayer(DecoderLayer):
         self.shared = ("mask", *rotary)
         self.compute = compute
         self.self_attn = Attention(
-            config, compute, qkv_bias=True, out_bias=True, interleaved=config.rope_interleaved
+            config, precision, qkv_bias=True, out_bias=True, interleaved=config.rope_interleaved
         )
         self.kv_shape = self.self_attn.kv_shape
         # The norm's result is the stream itself.
         self.post_attention_layernorm = LayerNorm(size, config.layer_norm_eps, precision.residual)
         plain = config.ffn == "plain"
         self.mlp = (
-            MLP(size, inner, config.hidden_act, True, compute)
+            MLP(size, inner, config.hidden_act, True, precision)
             if plain
-            else GatedMLP(size, inner, config.hidden_act, False, compute)
+            else GatedMLP(size, inner, config.hidden_act, False, precision)
         )
         self.post_feedforward_layernorm = LayerNorm(size, config.layer_norm_eps, precision.residual)
 

@@ -116,12 +116,11 @@ def norm(config: PreNormConfig, precision: Precision) -> RMSNorm | RootPlusEpsNo
 
 def layer(config: PreNormConfig, precision: Precision) -> SequentialLayer:
     """A layer."""
-    compute = precision.compute
     return SequentialLayer(
         norm(config, precision),
-        Attention(config, compute, qkv_bias=False, out_bias=False, interleaved=config.rope_interleaved),
+        Attention(config, precision, qkv_bias=False, out_bias=False, interleaved=config.rope_interleaved),
         norm(config, precision),
-        GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act, False, compute),
+        GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act, False, precision),
     )
 
 

@@ -67,7 +67,7 @@ def build(config: ModelConfig, precision: Precision) -> Decoder:
     def layer(layer_type: str) -> SequentialLayer:
         return SequentialLayer(
             RMSNorm(config.hidden_size, config.rms_norm_eps, compute),
-            Attention(config, compute, qkv_bias=True, out_bias=False),
+            Attention(config, precision, qkv_bias=True, out_bias=False),
             RMSNorm(config.hidden_size, config.rms_norm_eps, compute),
             gated_mlp(config, precision),
             kind=layer_type,

@@ -83,7 +83,7 @@ def build(config: ModelConfig, precision: Precision) -> Decoder:
     def layer(index: int, layer_type: str) -> SequentialLayer:
         return SequentialLayer(
             RMSNorm(config.hidden_size, config.rms_norm_eps, compute),
-            Attention(config, compute, qkv_bias=config.qkv_bias, out_bias=False),
+            Attention(config, precision, qkv_bias=config.qkv_bias, out_bias=False),
             RMSNorm(config.hidden_size, config.rms_norm_eps, compute),
             feed_forward(config, precision, index, config.shared_expert_intermediate_size),
             kind=f"{layer_type}, experts" if config.has_experts(index) else layer_type,

@@ -75,7 +75,7 @@ def build(config: ModelConfig, precision: Precision) -> Decoder:
             RMSNorm(config.hidden_size, config.rms_norm_eps, compute),
             NormedAttention(
                 config,
-                compute,
+                precision,
                 qkv_bias=config.attention_bias,
                 out_bias=config.attention_bias,
                 norm_eps=config.rms_norm_eps,

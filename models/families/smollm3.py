@@ -106,7 +106,7 @@ def build(config: ModelConfig, precision: Precision) -> Decoder:
         mask = f"mask{suffix(layer_type)}"
         return SequentialLayer(
             RMSNorm(config.hidden_size, config.rms_norm_eps, compute),
-            Attention(config, compute, qkv_bias=config.attention_bias, out_bias=config.attention_bias),
+            Attention(config, precision, qkv_bias=config.attention_bias, out_bias=config.attention_bias),
             RMSNorm(config.hidden_size, config.rms_norm_eps, compute),
             gated_mlp(config, precision, config.mlp_bias),
             kind=layer_type if rotated else f"{layer_type} without positions",

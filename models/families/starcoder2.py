@@ -75,9 +75,9 @@ def layer(config: Starcoder2Config, precision: Precision) -> SequentialLayer:
     compute, size, bias = precision.compute, config.hidden_size, config.use_bias
     return SequentialLayer(
         LayerNorm(size, config.norm_epsilon, compute),
-        Attention(config, compute, qkv_bias=bias, out_bias=bias),
+        Attention(config, precision, qkv_bias=bias, out_bias=bias),
         LayerNorm(size, config.norm_epsilon, compute),
-        MLP(size, config.intermediate_size, config.hidden_act, bias, compute),
+        MLP(size, config.intermediate_size, config.hidden_act, bias, precision),
     )
 
 

@@ -137,21 +137,16 @@ def norm(config: T5Config, precision: Precision) -> RMSNorm:
 def mlp(config: T5Config, precision: Precision) -> nn.Module:
     """The feed-forward part of a layer."""
     kind = GatedMLP if config.is_gated_act else MLP
-    return kind(config.hidden_size, config.intermediate_size, config.hidden_act, False, precision.compute)
+    return kind(config.hidden_size, config.intermediate_size, config.hidden_act, False, precision)
 
 
 def encoder(config: T5Config, embed_tokens: Embedding, precision: Precision) -> Encoder:
     """The encoder."""
-    size, heads, dim, compute = (
-        config.hidden_size,
-        config.encoder_attention_heads,
-        config.encoder_head_dim,
-        precision.compute,
-    )
+    size, heads, dim = config.hidden_size, config.encoder_attention_heads, config.encoder_head_dim
     layers = [
         PreNormEncoderLayer(
             norm(config, precision),
-            SourceAttention(size, heads, dim, compute, bias=False, scale=1.0),
+            SourceAttention(size, heads, dim, precision, bias=False, scale=1.0),
             norm(config, precision),
             mlp(config, precision),
         )
@@ -163,17 +158,12 @@ def encoder(config: T5Config, embed_tokens: Embedding, precision: Precision) -> 
 
 def decoder_layer(config: T5Config, precision: Precision) -> PreNormCrossLayer:
     """A layer of the decoder."""
-    size, heads, dim, compute = (
-        config.hidden_size,
-        config.num_attention_heads,
-        config.head_dim,
-        precision.compute,
-    )
+    size, heads, dim = config.hidden_size, config.num_attention_heads, config.head_dim
     return PreNormCrossLayer(
         norm(config, precision),
-        Attention(config, compute, qkv_bias=False, out_bias=False, scale=1.0),
+        Attention(config, precision, qkv_bias=False, out_bias=False, scale=1.0),
         norm(config, precision),
-        CrossAttention(size, heads, dim, compute, bias=False, scale=1.0),
+        CrossAttention(size, heads, dim, precision, bias=False, scale=1.0),
         norm(config, precision),
         mlp(config, precision),
     )

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from kvgraph.export.trace import Argument, trace
 from kvgraph.models.experts import Experts, Router
+from kvgraph.models.layers import Precision
 
+FLOAT32 = Precision(torch.float32, torch.float32)
 FORMS = ("gathered", "everywhere", "grouped")
 # Experts, chosen by a token, hidden size, width of an expert: few experts as in Mixtral, many as in Qwen.
 SHAPES = ((8, 2, 512, 1024), (64, 4, 512, 384))
@@ -49,7 +51,7 @@ def blocks(shape: tuple[int, int, int, int]) -> dict[str, Block]:
     num_experts, top_k, hidden_size, size = shape
     torch.manual_seed(0)
     gate = Router(hidden_size, num_experts, top_k, normalized=True)
-    experts = Experts(num_experts, hidden_size, size, "silu", torch.float32)
+    experts = Experts(num_experts, hidden_size, size, "silu", FLOAT32)
     for parameter in (*gate.parameters(), *experts.parameters()):
         parameter.requires_grad_(False).normal_().div_(parameter.shape[-2] ** 0.5)
     return {form: Block(gate, experts, form) for form in FORMS}

@@ -121,6 +121,23 @@ def test_float16_equals_float32_over_rounded_weights(
     np.testing.assert_allclose(found, expected, atol=0.05)
 
 
+def test_scales_of_float16_products_are_left_out_in_float32(
+    exported: Exported,
+    tiny_llama: TinyLlama,
+    kernels: Callable[[Bundle], Session],
+    teacher_forced: Callable[..., Floats],
+    random_ids: Callable[..., Ids],
+) -> None:
+    checkpoint = tiny_llama(tie_word_embeddings=True)
+    wide, half = (exported(checkpoint, dtype="float16", residual_dtype=kind) for kind in ("float32", None))
+    ids = random_ids(2, 12)
+    found, expected = (teacher_forced(kernels(one), ids, [5, 3, *[1] * 4]) for one in (wide, half))
+    # The same operators over the same weights.
+    np.testing.assert_array_equal(found, expected)
+    graph = onnx.load(wide.target_path("ort-cpu") / "prefill.onnx", load_external_data=False).graph
+    assert len([node for node in graph.node if node.name.startswith("layers.1/")]) == NODES_A_LAYER
+
+
 def test_one_capacity_written_in(
     exported: Exported,
     tiny_llama: TinyLlama,

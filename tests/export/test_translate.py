@@ -114,6 +114,9 @@ FORMULAS: dict[str, Callable[[], NDArray[np.float32]]] = {
     "tensor_scatter": scattered,
     "gather_rows": lambda: np.stack([row[chosen] for row, chosen in zip(x, INPUTS["rows"], strict=True)]),
     "tied_head": lambda: x.reshape(-1, D) @ TABLE.T,
+    "row_scale": lambda: np.exp2(
+        np.ceil(np.log2(np.maximum(np.abs(INPUTS["query"]).max(-1, keepdims=True), 1.0)))
+    ),
 }
 
 
@@ -140,6 +143,7 @@ class Operators(nn.Module):
             ops.tensor_scatter(i["past"], i["update"], i["past_length"]),
             ops.gather_rows(i["x"], i["rows"]),
             ops.tied_head(i["x"].flatten(0, 1), self.table),
+            ops.row_scale(i["query"]),
         )
 
 
@@ -189,6 +193,8 @@ def test_every_operator_is_one_node_beside_what_prepares_its_inputs(graph: ir.Gr
     expected = ["Attention"] * 2 + ["RotaryEmbedding"] * 4
     expected += ["LayerNormalization"] * 2
     expected += ["RMSNormalization", "TensorScatter", "GatherND", "Unsqueeze", "Gemm", "Reshape"]
+    # There is no operator for a row's power of two.
+    expected += ["Abs", "ReduceMax", "Max", "Log", "Mul", "Ceil", "Pow"]
     assert operators == sorted(expected)
     assert {node.domain for node in graph} == {""}
 
@@ -206,4 +212,5 @@ def test_dimensions_of_a_trace_carry_the_letters_of_its_arguments(graph: ir.Grap
         ("B", "N", D),
         # B * S, which is no letter.
         (None, 13),
+        ("B", H, "S", 1),
     ]

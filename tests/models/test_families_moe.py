@@ -24,6 +24,7 @@ from kvgraph.models.sources import plan_weights
 FLOAT32 = Precision(torch.float32, torch.float32)
 # float32 sums of a few dozen terms of about one.
 TOLERANCE = 1e-5
+FLOAT32 = Precision(torch.float32, torch.float32)
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 COMMON = {
@@ -231,7 +232,7 @@ CHOICES = {
 @pytest.mark.parametrize("choice", CHOICES)
 @torch.no_grad()
 def test_every_form_adds_up_what_the_chosen_experts_give(form: str, choice: str) -> None:
-    experts = Experts(5, 6, 7, "silu", torch.float32)
+    experts = Experts(5, 6, 7, "silu", FLOAT32)
     values, chosen = random_weights(experts), CHOICES[choice]
     x, weights = torch.randn(len(chosen), 6), torch.rand(len(chosen), 2)
     found = getattr(experts, form)(x, weights, torch.from_numpy(chosen))
@@ -247,7 +248,7 @@ def test_every_form_adds_up_what_the_chosen_experts_give(form: str, choice: str)
 @pytest.mark.parametrize("form", ["gathered", "everywhere", "grouped"])
 @torch.no_grad()
 def test_what_overflows_in_an_expert_that_nobody_chose_is_not_seen(form: str) -> None:
-    experts = Experts(5, 6, 7, "silu", torch.float32)
+    experts = Experts(5, 6, 7, "silu", FLOAT32)
     random_weights(experts)
     experts.down_proj.weight[2] = torch.inf
     chosen = torch.tensor([[0, 4], [1, 3], [4, 3]])
@@ -256,8 +257,8 @@ def test_what_overflows_in_an_expert_that_nobody_chose_is_not_seen(form: str) ->
 
 @torch.no_grad()
 def test_the_shared_expert_counts_by_the_sigmoid_of_its_score() -> None:
-    plain = ExpertsMLP(Router(6, 5, 2, True), Experts(5, 6, 7, "silu", torch.float32))
-    shared = GatedMLP(6, 8, "silu", False, torch.float32)
+    plain = ExpertsMLP(Router(6, 5, 2, True), Experts(5, 6, 7, "silu", FLOAT32))
+    shared = GatedMLP(6, 8, "silu", False, FLOAT32)
     both = ExpertsMLP(plain.gate, plain.experts, shared)
     values, x = random_weights(both), torch.randn(2, 3, 6)
     rows = x.double().numpy()
