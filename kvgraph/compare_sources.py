@@ -46,8 +46,8 @@ def compare_sources(
         )
     if args.prefill < 1 or args.steps < 0:
         raise ValueError(f"--prefill is {args.prefill} and --steps {args.steps}, expected at least 1 and 0")
-    sources = _sources(args, bundle, texts)
-    targets = _targets(args, bundle, reference, sources)
+    sources = _sources(args, bundle, candidate, texts)
+    targets = _targets(args, bundle, reference, candidate, sources)
     return compare_encoder_decoders(
         reference,
         candidate,
@@ -60,13 +60,15 @@ def compare_sources(
     )
 
 
-def _sources(args: argparse.Namespace, bundle: Bundle, texts: Sequence[str]) -> list[Any]:
-    """Token ids of each text, as far as the encoder goes."""
+def _sources(
+    args: argparse.Namespace, bundle: Bundle, candidate: EncoderSession, texts: Sequence[str]
+) -> list[Any]:
+    """Token ids of each text, as far as the candidate's encoder goes."""
     import numpy as np
 
     from kvgraph.runtime.tokenizer import TOKENIZER, Tokenizer
 
-    encoder = bundle.contract.encoder
+    encoder = candidate.contract.encoder
     assert encoder is not None
     if args.text is None and not (bundle.path / TOKENIZER).is_file():
         generator, longest = (
@@ -83,7 +85,11 @@ def _sources(args: argparse.Namespace, bundle: Bundle, texts: Sequence[str]) -> 
 
 
 def _targets(
-    args: argparse.Namespace, bundle: Bundle, reference: EncoderSession, sources: Sequence[Any]
+    args: argparse.Namespace,
+    bundle: Bundle,
+    reference: EncoderSession,
+    candidate: EncoderSession,
+    sources: Sequence[Any],
 ) -> list[list[int]]:
     """The decoder's rows: the start token, then the text of --target-text, or else what the reference writes."""
     from kvgraph.runtime.encoder_decoder_model import read_decoder_start, read_rules
@@ -92,8 +98,9 @@ def _targets(
     from kvgraph.runtime.sources import SourcedSession, encode_sources
     from kvgraph.runtime.tokenizer import Tokenizer
 
-    start, contract = read_decoder_start(bundle), reference.contract
-    limit = min(args.prefill + args.steps, contract.capacity or contract.max_positions)
+    start, contracts = read_decoder_start(bundle), (reference.contract, candidate.contract)
+    slots = (contract.capacity or contract.max_positions for contract in contracts)
+    limit = min(args.prefill + args.steps, *slots)
     if args.target_text is not None:
         tokenizer = Tokenizer.load(bundle.path, bundle.config)
         tokens = tokenizer.encode(read_text(args.target_text))

@@ -137,16 +137,23 @@ class Cuda:
         self.call("cudaMemcpyAsync", target.ctypes.data, address, target.nbytes, kind, self.stream)
 
     def copy_strips(
-        self, source: int, target: int, *, strip_bytes: int, stride_bytes: int, count: int
+        self,
+        source: int,
+        target: int,
+        *,
+        strip_bytes: int,
+        stride_bytes: int,
+        count: int,
+        source_stride_bytes: int | None = None,
     ) -> None:
-        """Copy `count` strips within the device that lie `stride_bytes` apart, in the source as in the target."""
+        """Copy `count` strips within the device that lie `stride_bytes` apart, in the source too or as it says."""
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
         self.call(
             "cudaMemcpy2DAsync",
             target,
             stride_bytes,
             source,
-            stride_bytes,
+            stride_bytes if source_stride_bytes is None else source_stride_bytes,
             strip_bytes,
             count,
             kind,

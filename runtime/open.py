@@ -14,6 +14,7 @@ from kvgraph.runtime.target import Target, available_targets
 
 if TYPE_CHECKING:
     from kvgraph.runtime.ort import OrtSession
+    from kvgraph.runtime.trt import TrtSession
 
 ORT_TARGETS = ("ort-cpu", "ort-cuda")
 TENSORRT_TARGETS = ("tensorrt", "tensorrt-rtx")
@@ -61,9 +62,7 @@ def open_session(
     if built is None or target in ORT_TARGETS:
         return _open_ort(bundle, built, kind, device_id, threads)
 
-    from kvgraph.runtime.trt import TrtSession
-
-    return TrtSession(bundle, built.name, device=device_id)
+    return trt_session(bundle)(bundle, built.name, device=device_id)
 
 
 def _open_ort(
@@ -107,6 +106,14 @@ def ort_session(bundle: Bundle) -> type[OrtSession]:
     from kvgraph.runtime.ort_encoder import OrtEncoderSession
 
     return OrtSession if bundle.contract.encoder is None else OrtEncoderSession
+
+
+def trt_session(bundle: Bundle) -> type[TrtSession]:
+    """The session that runs a bundle's engines."""
+    from kvgraph.runtime.trt import TrtSession
+    from kvgraph.runtime.trt_encoder import TrtEncoderSession
+
+    return TrtSession if bundle.contract.encoder is None else TrtEncoderSession
 
 
 def _parse_device(device: str) -> tuple[str, int]:

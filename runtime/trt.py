@@ -25,7 +25,8 @@ from kvgraph.runtime.target import Limits, Target
 from kvgraph.runtime.tensorrt_api import Engine, Runtime, TensorRT
 from kvgraph.runtime.tensorrt_module import MessageLog, collect_messages, load_tensorrt
 from kvgraph.runtime.trt_cache import TrtCache
-from kvgraph.runtime.trt_engine import EngineGraph, check_engine, load_engine
+from kvgraph.runtime.trt_context import check_engine, load_engine
+from kvgraph.runtime.trt_engine import EngineGraph
 
 # Below it, a step costs the same whatever the context.
 _SMALLEST_CONTEXT = 64
@@ -62,17 +63,8 @@ class TrtSession:
         cuda_runtime: Any = None,
     ) -> None:
         self._target = Target.open(bundle, target)
-        if self._target.limits is None or any(
-            tensor.form != "scatter" for tensor in self._target.contract.state
-        ):
-            raise ValueError(
-                f"{self._target.path}: not an engine with a float cache, which this session runs"
-            )
-        if self._target.contract.encoder is not None:
-            raise ValueError(
-                f"{self._target.path}: the model has an encoder, which this session does not run; run the bundle under "
-                "ONNX Runtime, without a target"
-            )
+        if self._target.limits is None:
+            raise ValueError(f"{self._target.path}: not an engine, which this session runs")
         trt = trt or load_tensorrt(target)
         self._cuda = Cuda(device, cuda_runtime)
         self._target.check_runtime(trt.__version__, self._cuda.compute_capability)

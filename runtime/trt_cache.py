@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +22,8 @@ class TrtCache:
 
     Attributes:
         owner: The session that made it.
+        attached: Inputs that stay from step to step, what an encoder made of the rows' sources: name -> shape, address.
+        attachments: How often they were replaced.
     """
 
     def __init__(
@@ -34,6 +36,10 @@ class TrtCache:
         limit: int,
     ) -> None:
         self.owner = owner
+        self.attached: Mapping[str, tuple[tuple[int, ...], int]] = {}
+        self.attachments = 0
+        # Whatever owns the memory of `attached`.
+        self._held: object = None
         self._cuda = cuda
         self._batch_size, self._capacity, self._limit = batch_size, capacity, limit
         self._state = {tensor.name: tensor for tensor in state}
@@ -62,6 +68,27 @@ class TrtCache:
     def address(self, name: str) -> int:
         """Where a state tensor's buffer starts, by its input name."""
         return self._buffers[name].address
+
+    def attach(self, inputs: Mapping[str, tuple[tuple[int, ...], int]], owner: object) -> None:
+        """Give the graphs these inputs at every step from now on; `owner` holds their memory."""
+        # The stream may still read what was attached before.
+        self._cuda.synchronize()
+        self.attached, self._held = inputs, owner
+        self.attachments += 1
+
+    def write(self, tensor: StateTensor, entries: int, new_tokens: int, past_length: Ids) -> None:
+        """Put new entries [B, K, S, D] at an address to each row's `past_length`, which delta form leaves to us."""
+        _, heads, slots, head_dim = self.shape(tensor)
+        slot_bytes = head_dim * element_type(tensor.dtype).carrier.itemsize
+        for row, start in enumerate(past_length.tolist()):
+            self._cuda.copy_strips(
+                entries + row * heads * new_tokens * slot_bytes,
+                self.address(tensor.name) + (row * heads * slots + start) * slot_bytes,
+                strip_bytes=new_tokens * slot_bytes,
+                stride_bytes=slots * slot_bytes,
+                source_stride_bytes=new_tokens * slot_bytes,
+                count=heads,
+            )
 
     def reserve(self, slots: int) -> None:
         """Check that there is room for `slots` slots a row; all of them are allocated from the start.

@@ -19,6 +19,7 @@ def slice_cache(model: ir.Model, contract: Contract) -> bool:
 
     Rules:
         * What reads a buffer after its scatter reads `Slice(buffer, 0, context_length)`; the output stays whole.
+        * What reads the buffer of a delta cache, which is not written, reads the same slice of it.
         * What asks a buffer for its capacity is given `context_length`: the slots, and so the masks, follow.
         * A mask that was made without asking (its capacity is a constant) is sliced along its last axis.
         * Attention to a source, whose keys are inputs as they are, has nothing to do with the cache.
@@ -30,16 +31,17 @@ def slice_cache(model: ir.Model, contract: Contract) -> bool:
     values = {value.name: value for value in (*graph.inputs, *graph.outputs)}
     if CONTEXT_LENGTH in values:
         return False
-    scattered = [state for state in contract.state if state.form == "scatter"]
+    delta = {state.name for state in contract.state if state.form == "delta"}
     context = ir.Value(name=CONTEXT_LENGTH, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]))
-    for state in scattered:
-        for name in (state.name, state.output):
-            _answer_capacity(graph, values[name], context)
+    for state in contract.state:
+        _answer_capacity(graph, values[state.name], context)
+        if state.name not in delta:
+            _answer_capacity(graph, values[state.output], context)
     following = _downstream(context)
     for value in following:
         _forget_capacity(value, contract)
-    for state in scattered:
-        _slice_readers(graph, values[state.output], context)
+    for state in contract.state:
+        _slice_readers(graph, values[state.name if state.name in delta else state.output], context)
     for node in list(graph):
         if node.op_type != "Attention" or len(node.inputs) <= 3 or _reads_source(node):
             continue
@@ -104,14 +106,17 @@ def _is_capacity(dim: int | ir.SymbolicDim, capacity: int | None) -> bool:
     return dim == capacity if isinstance(dim, int) else dim.value == CAPACITY
 
 
-def _slice_readers(graph: ir.Graph, present: ir.Value, context: ir.Value) -> None:
-    """Give the readers of a written buffer its first slots; the graph's output stays whole."""
-    readers = [(use.node, use.idx) for use in present.uses()]
-    scatter = present.producer()
-    if not readers or scatter is None:
+def _slice_readers(graph: ir.Graph, buffer: ir.Value, context: ir.Value) -> None:
+    """Give the readers of a buffer, a written one or an input, its first slots; the graph's output stays whole."""
+    readers = [(use.node, use.idx) for use in buffer.uses()]
+    scatter = buffer.producer()
+    if not readers or (scatter is None and not buffer.is_graph_input()):
         return
-    cut = _slice(graph, present, context, _SLOT_AXIS, f"{present.name}.in_use")
-    graph.insert_after(scatter, cut)
+    cut = _slice(graph, buffer, context, _SLOT_AXIS, f"{buffer.name}.in_use")
+    if scatter is None:
+        graph.insert_before(graph[0], cut)
+    else:
+        graph.insert_after(scatter, cut)
     for node, index in readers:
         node.replace_input_with(index, cut.outputs[0])
 

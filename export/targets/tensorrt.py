@@ -83,7 +83,7 @@ def build_tensorrt(bundle: Bundle, flavour: str, options: TensorRTOptions | None
             (directory / file).write_bytes(build_engine(trt, graph, list(profiles.values()), chosen))
             for index, (runs, shapes) in enumerate(profiles.items()):
                 graphs[runs] = TargetGraph(file, source, index, shapes)
-        contract = bound_contract(bundle.contract, limits.max_context)
+        contract = bound_contract(bundle.contract, limits.max_context, limits.max_source)
         built = BuiltTarget(trt.__version__, contract, graphs, capabilities, limits, {"engines": engines})
         write_target(directory, bundle, flavour, built, time.monotonic() - started)
     return Target.open(bundle, flavour)

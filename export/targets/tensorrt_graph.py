@@ -66,10 +66,13 @@ def _drop_other_outputs(model: ir.Model, names: set[str]) -> None:
     outputs[:] = [value for value in outputs if value.name in names]
 
 
-def bound_contract(contract: Contract, capacity: int) -> Contract:
-    """The contract with T as a number in every state tensor."""
+def bound_contract(contract: Contract, capacity: int, max_source: int | None = None) -> Contract:
+    """The contract with T as a number in every state tensor, and sources of at most `max_source` tokens."""
     state = tuple(
         replace(tensor, shape=(tensor.shape[0], tensor.shape[1], capacity, tensor.shape[3]))
         for tensor in contract.state
     )
-    return replace(contract, state=state)
+    encoder = contract.encoder
+    if encoder is not None and max_source is not None:
+        encoder = replace(encoder, max_positions=max_source)
+    return replace(contract, state=state, encoder=encoder)

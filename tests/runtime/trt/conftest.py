@@ -25,6 +25,7 @@ import pytest
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.targets import tensorrt
 from kvgraph.export.targets.tensorrt import TensorRTOptions, build_tensorrt
+from kvgraph.runtime.open import trt_session
 from kvgraph.runtime.target import Target
 from kvgraph.runtime.tensorrt_module import load_tensorrt
 from kvgraph.runtime.trt import TrtSession
@@ -35,11 +36,13 @@ NUMPY = {
     onnx.TensorProto.FLOAT: np.float32,
     onnx.TensorProto.FLOAT16: np.float16,
     onnx.TensorProto.INT64: np.int64,
+    onnx.TensorProto.INT8: np.int8,
 }
 TRT_NAMES = {
     onnx.TensorProto.FLOAT: "FLOAT",
     onnx.TensorProto.FLOAT16: "HALF",
     onnx.TensorProto.INT64: "INT64",
+    onnx.TensorProto.INT8: "INT8",
 }
 
 
@@ -228,9 +231,10 @@ class FakeEngine:
     def run(self, feeds, host, addresses):
         values = {name: array(*place, NUMPY[self.types[name]]).copy() for name, place in feeds.items()}
         outputs = [name for name in self.types if name not in self.inputs]
+        written = {state.output for state in self.target.contract.state if state.form == "scatter"}
         results = self.session.run(outputs, values | host)
         for name, result in zip(outputs, results, strict=True):
-            if name.startswith("present."):
+            if name in written:
                 assert addresses[name] == addresses[name.replace("present", "past_key_values")]
             array(result.shape, addresses[name], NUMPY[self.types[name]])[...] = result
 
@@ -268,7 +272,7 @@ def open_fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[TrtSession
         target = build_tensorrt(bundle, "tensorrt-rtx", TensorRTOptions(**options))
         gpu = FakeGpu()
         trt = FakeTensorRT(gpu, bundle.path, target)
-        return TrtSession(bundle, trt=trt, cuda_runtime=gpu), gpu, trt
+        return trt_session(bundle)(bundle, trt=trt, cuda_runtime=gpu), gpu, trt
 
     return open_session
 
