@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import IO, Any
 
 WEIGHTS_FILE = "weights.safetensors"
@@ -159,6 +160,8 @@ def _finish(begun: Iterable[Future[Any]]) -> None:
 class WeightsWriter:
     """Writes the tensors of a layout in any order, also a tensor's parts; a context manager that closes the file.
 
+    Several threads may write at a time.
+
     Args:
         path: New file.
         layout: Where everything goes.
@@ -168,6 +171,7 @@ class WeightsWriter:
         self.layout = layout
         self._file = path.open("x+b")
         self._missing = {name: stored.size for name, stored in layout.tensors.items()}
+        self._counting = Lock()
         # A disk that is too full says so now.
         os.posix_fallocate(self._file.fileno(), 0, layout.size)
         self._write(memoryview(layout.header), 0)
@@ -193,7 +197,8 @@ class WeightsWriter:
                 f"{self._missing[name]}"
             )
         self._write(data, stored.offset + offset)
-        self._missing[name] -= size
+        with self._counting:
+            self._missing[name] -= size
 
     def finish(self) -> str:
         """The file's sha256, once it is complete and on the disk.

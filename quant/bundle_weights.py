@@ -37,6 +37,7 @@ NUMPY_TYPES: dict[str, np.dtype[np.generic]] = {
     "uint4": np.dtype(ml_dtypes.uint4),
     "float4_e2m1": np.dtype(ml_dtypes.float4_e2m1fn),
 }
+_BFLOAT16, _INT4 = NUMPY_TYPES["bfloat16"], NUMPY_TYPES["int4"]
 
 
 class FloatWeights(Protocol):
@@ -121,7 +122,7 @@ class BundleWeights:
         size = result.dtype.itemsize
         for row in range(rows):
             data = self._bytes(stored, (row * columns + start) * size, (stop - start) * size)
-            result[row] = np.frombuffer(data, result.dtype)
+            result[row] = data.view(result.dtype)
         return result
 
     def _tensor(self, name: str) -> StoredTensor:
@@ -133,16 +134,16 @@ class BundleWeights:
         bits = element_bits(stored.dtype)
         if first * bits % 8:
             raise ValueError(f"{self.path}: element {first} of {stored.name!r} does not begin a byte")
-        octets = np.frombuffer(self._bytes(stored, first * bits // 8, (count * bits + 7) // 8), np.uint8)
+        octets = self._bytes(stored, first * bits // 8, (count * bits + 7) // 8)
         kind = NUMPY_TYPES[stored.dtype]
         return octets.view(kind) if bits >= 8 else unpack(octets, count, kind)
 
-    def _bytes(self, stored: StoredTensor, offset: int, size: int) -> bytearray:
+    def _bytes(self, stored: StoredTensor, offset: int, size: int) -> NDArray[np.uint8]:
         if not 0 <= offset <= offset + size <= stored.size:
             raise ValueError(f"{self.path}: bytes {offset} to {offset + size} are not all in {stored.name!r}")
         # Of its own, so that arrays over it may be written.
-        data = bytearray(size)
-        view, done = memoryview(data), 0
+        data = np.empty(size, np.uint8)
+        view, done = data.data, 0
         while done < size:
             got = os.preadv(self._descriptor, [view[done:]], stored.offset + offset + done)
             if got == 0:
@@ -152,16 +153,43 @@ class BundleWeights:
 
 
 def as_float32(values: NDArray[np.generic]) -> Floats:
-    """The values as float32; the array itself where they are."""
+    """The values as float32; the array itself where they are.
+
+    The types of ml_dtypes hold up every other thread while they are converted: the common ones go by way of integers.
+    """
+    if values.dtype == _BFLOAT16:
+        bits = values.view(np.uint16).astype(np.uint32)
+        return np.left_shift(bits, 16, out=bits).view(np.float32)
+    if values.dtype == _INT4:
+        # Only the low half of a byte counts: 8 to 15 are -8 to -1.
+        codes = values.view(np.uint8) & np.uint8(0x0F)
+        codes ^= np.uint8(8)
+        codes -= np.uint8(8)
+        return codes.view(np.int8).astype(np.float32)
     return values.astype(np.float32, copy=False)
+
+
+def round_to(values: Floats, kind: np.dtype[np.generic]) -> Floats:
+    """Values rounded to another type of floats, to nearest and ties to even, as float32; may change `values`."""
+    if kind == np.float32:
+        return values
+    if kind != _BFLOAT16 or not values.flags.c_contiguous:
+        return as_float32(values.astype(kind))
+    bits = values.view(np.uint32)
+    # Half of the last bit that stays, less one where that bit is even.
+    half = (bits >> np.uint32(16)) & np.uint32(1)
+    half += np.uint32(0x7FFF)
+    bits += half
+    bits &= np.uint32(0xFFFF0000)
+    return values
 
 
 def unpack(octets: NDArray[np.uint8], count: int, kind: np.dtype[np.generic]) -> NDArray[np.generic]:
     """`count` 4-bit elements from bytes that hold two each, the first in the low half."""
-    nibbles = np.empty((len(octets), 2), np.uint8)
-    np.bitwise_and(octets, 0x0F, out=nibbles[:, 0])
-    np.right_shift(octets, 4, out=nibbles[:, 1])
-    return nibbles.reshape(-1)[:count].view(kind)
+    pairs = octets.astype("<u2")
+    pairs |= pairs << np.uint16(4)
+    pairs &= np.uint16(0x0F0F)
+    return pairs.view(np.uint8)[:count].view(kind)
 
 
 def _locate(path: Path, descriptor: int, bundle: Bundle) -> dict[str, StoredTensor]:

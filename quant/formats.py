@@ -92,4 +92,6 @@ def pack(values: NDArray[Any], bits: int) -> NDArray[np.uint8]:
     nibbles = octets & np.uint8(0x0F)
     if nibbles.size % 2:
         nibbles = np.append(nibbles, np.uint8(0))
-    return nibbles[0::2] | (nibbles[1::2] << np.uint8(4))
+    pairs = nibbles.view("<u2")
+    pairs |= pairs >> np.uint16(4)
+    return pairs.astype(np.uint8)

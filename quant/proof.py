@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.contract import GraphName
+from kvgraph.export.in_order import map_in_order
 from kvgraph.quant.bundle_weights import BundleWeights, FloatWeights, as_float32
 from kvgraph.quant.formats import Floats
 from kvgraph.quant.plan import Rescaling
@@ -28,10 +29,14 @@ from kvgraph.quant.reload import (
 )
 from kvgraph.quant.storage import StoredWeight
 from kvgraph.quant.tensor_jobs import GraphChoice, TensorJob
-from kvgraph.quant.tensor_writer import PART_WEIGHTS, rescale
+from kvgraph.quant.tensor_writer import BAND_WEIGHTS, PART_WEIGHTS, rescale
 
 # Even four bits in the coarsest granularity give more than ten; an unrelated matrix gives less than zero.
 _LEAST_SNR_DB = 6.0
+# Squares that are added up in float32; these sums are added in float64.
+_SUMMED = 512
+# Far above what squares that float32 cannot hold could add.
+_LEAST_ENERGY = 1e-20
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +159,19 @@ def _prove(
     source: FloatWeights,
     choices: Mapping[GraphName, GraphChoice],
 ) -> ModuleProof:
+    def measure(rows: tuple[int, int]) -> tuple[float, float, float]:
+        exact, rounded = _pair(job, stored, weight, written, source, *rows)
+        error = np.subtract(rounded, exact, out=rounded)
+        return _energy(exact), _energy(error), max(float(error.max()), -float(error.min()))
+
     signal = noise = largest = 0.0
-    for exact, rounded in _pairs(job, stored, weight, written, source):
-        error = np.abs(rounded - exact)
-        signal += float(np.square(exact, dtype=np.float64).sum())
-        noise += float(np.square(error, dtype=np.float64).sum())
-        largest = max(largest, float(error.max()))
+    ready = job.plan.ready_weights is not None
+    # What a checkpoint holds quantized is read one at a time.
+    ranges = _row_ranges(stored, weight, PART_WEIGHTS if ready else BAND_WEIGHTS)
+    for energy, lost, furthest in (map if ready else map_in_order)(measure, ranges):
+        signal, noise, largest = signal + energy, noise + lost, max(largest, furthest)
     snr = _decibels(signal, noise)
-    if job.plan.ready_weights is not None and snr is not None:
+    if ready and snr is not None:
         raise RuntimeError(
             f"{job.name}: read back, it differs from the checkpoint's by up to {largest:g}, expected 0"
         )
@@ -184,25 +194,42 @@ def _prove(
     )
 
 
-def _pairs(
+def _row_ranges(stored: StoredWeight, weight: DequantizedWeight, most: int) -> Iterator[tuple[int, int]]:
+    """Which rows (of experts: matrices) of a weight are compared at a time, about `most` weights."""
+    rows, *rest = stored.linear.shape
+    # Twice the block: a part of 4-bit values then begins with a byte, whatever the columns. Experts do so anyway.
+    unit = 1 if stored.linear.kind == "experts" else 2 * (weight.block_size or 1)
+    step = max(unit, most // math.prod(rest) // unit * unit)
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def _pair(
     job: TensorJob,
     stored: StoredWeight,
     weight: DequantizedWeight,
     written: BundleWeights,
     source: FloatWeights,
-) -> Iterator[tuple[Floats, Floats]]:
+    start: int,
+    stop: int,
+) -> tuple[Floats, Floats]:
     """Rows of the source (of experts: matrices), rescaled, and the same of the new weight."""
-    rows, *rest = stored.linear.shape
-    # Twice the block: a part of 4-bit values then begins with a byte, whatever the columns. Experts do so anyway.
-    unit = 1 if stored.linear.kind == "experts" else 2 * (weight.block_size or 1)
-    step = max(unit, PART_WEIGHTS // math.prod(rest) // unit * unit)
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        if weight.input_order is None:
-            exact = as_float32(source.read(job.source, start, stop))
-        else:
-            exact = as_float32(source.read(job.source)[weight.input_order[start:stop]])
-        yield _rescaled(exact, stored, job.rescaling, start), read_rows(written, weight, start, stop)
+    if weight.input_order is None:
+        exact = as_float32(source.read(job.source, start, stop))
+    else:
+        exact = as_float32(source.read(job.source)[weight.input_order[start:stop]])
+    return _rescaled(exact, stored, job.rescaling, start), read_rows(written, weight, start, stop)
+
+
+def _energy(values: Floats) -> float:
+    """The sum of squares; float32 does for a few at a time, unless they leave its range."""
+    flat = values.reshape(-1)
+    whole = flat[: len(flat) // _SUMMED * _SUMMED].reshape(-1, _SUMMED)
+    with np.errstate(over="ignore"):
+        energy = float(np.einsum("ij,ij->i", whole, whole).sum(dtype=np.float64))
+    if not _LEAST_ENERGY < energy < math.inf:
+        return float(np.square(flat, dtype=np.float64).sum())
+    return energy + float(np.square(flat[whole.size :], dtype=np.float64).sum())
 
 
 def _rescaled(rows: Floats, stored: StoredWeight, rescaling: Rescaling | None, start: int) -> Floats:

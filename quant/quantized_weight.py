@@ -6,7 +6,7 @@ nearest ones under the scales that a runtime will really use.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +76,17 @@ def quantize_weight(
     """
     if not np.isfinite(weight).all():
         raise ValueError(f"weight [{weight.shape[0]}, {weight.shape[1]}] holds NaN or infinite values")
+    return quantize_finite(weight, scheme, scale_dtype, largest, inputs)
+
+
+def quantize_finite(
+    weight: Floats,
+    scheme: WeightScheme,
+    scale_dtype: np.dtype[np.generic],
+    largest: float | None = None,
+    inputs: Floats | None = None,
+) -> QuantizedWeight:
+    """`quantize_weight` of a matrix that is known to be finite."""
     blocks = _blocks(weight, scheme.block_size)
     sides = None if inputs is None else _input_blocks(inputs, blocks.shape[1])
     scale, zero_point, global_scale = choose_scales(blocks, scheme, scale_dtype, largest, sides)
@@ -85,6 +96,27 @@ def quantize_weight(
         scale, zero_point = scale[0], None if zero_point is None else zero_point[0]
     stored_zero = None if zero_point is None else zero_point.astype(FORMATS[scheme.format].element)
     return QuantizedWeight(scheme, codes, scale, stored_zero, global_scale, scale_dtype)
+
+
+def choose_channel_scales(
+    extremes: Floats, scheme: WeightScheme, scale_dtype: np.dtype[np.generic]
+) -> QuantizedWeight:
+    """The scales and zero points of a matrix without blocks, and no codes yet.
+
+    Args:
+        extremes: [R, O], among them the least and the largest value of each output.
+        scheme: Without blocks, and with clip="absmax".
+        scale_dtype: Type that the graph stores scales in.
+    """
+    return quantize_finite(extremes, scheme, scale_dtype)
+
+
+def round_channels(band: Floats, scales: QuantizedWeight) -> QuantizedWeight:
+    """Some inputs [r, O] of a matrix whose scales are chosen."""
+    scale = combined_scale(scales.scale, scales.global_scale, scales.scale_dtype)
+    zero_point = None if scales.zero_point is None else scales.zero_point.astype(np.float32)[None]
+    codes = round_blocks(band[None], scales.scheme, scale[None], zero_point)
+    return replace(scales, codes=codes[0])
 
 
 def choose_scales(

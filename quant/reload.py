@@ -13,7 +13,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from kvgraph.export.assemble import ir_dtype
-from kvgraph.quant.bundle_weights import BundleWeights, as_float32
+from kvgraph.quant.bundle_weights import BundleWeights, as_float32, round_to
 from kvgraph.quant.formats import Floats
 
 
@@ -110,29 +110,42 @@ def read_rows(weights: BundleWeights, weight: DequantizedWeight, start: int, sto
 
     `start` is even, and where blocks lie along the first axis a multiple of two of them.
     """
-    codes = as_float32(weights.read(weight.codes, start, stop))
+    values = as_float32(weights.read(weight.codes, start, stop))
     if weight.zero_point is not None:
-        codes -= _spread_rows(weights, weight, weight.zero_point, start, stop)
-    scale = _spread_rows(weights, weight, weight.scale, start, stop)
+        _apply(np.subtract, values, weight, _row_scales(weights, weight, weight.zero_point, start, stop))
+    scale = _row_scales(weights, weight, weight.scale, start, stop)
     if weight.global_scale is not None:
         factor = as_float32(weights.read(weight.global_scale))
-        scale = as_float32((scale * factor).astype(weight.compute))
-    return as_float32((codes * scale).astype(weight.compute))
+        scale = round_to(scale * factor, weight.compute)
+    _apply(np.multiply, values, weight, scale)
+    return round_to(values, weight.compute)
 
 
-def _spread_rows(
+def _row_scales(
     weights: BundleWeights, weight: DequantizedWeight, name: str, start: int, stop: int
 ) -> Floats:
-    """Scales or zero points in a shape that broadcasts against rows `start` to `stop`."""
-    block, length = weight.block_size, weights.shape(weight.codes)[1]
-    if block is None:
-        if weight.axis == 1:
-            return as_float32(weights.read(name))
-        return as_float32(weights.read(name, start, stop))[:, None]
+    """Scales or zero points of rows `start` to `stop`: one for each block, or in a shape that broadcasts."""
+    block = weight.block_size
     if weight.axis == 1:
-        return np.repeat(as_float32(weights.read(name, start, stop)), block, axis=1)[:, :length]
-    values = as_float32(weights.read(name, start // block, -(-stop // block)))
-    return np.repeat(values, block, axis=0)[: stop - start]
+        return as_float32(weights.read(name) if block is None else weights.read(name, start, stop))
+    if block is None:
+        return as_float32(weights.read(name, start, stop))[:, None]
+    return as_float32(weights.read(name, start // block, -(-stop // block)))
+
+
+def _apply(operation: np.ufunc, values: Floats, weight: DequantizedWeight, each: Floats) -> None:
+    """Change rows in place by what every value, or every block along the axis, has."""
+    block, axis = weight.block_size, weight.axis
+    if block is not None:
+        length = values.shape[axis]
+        if length % block:
+            each = np.repeat(each, block, axis=axis)
+            each = each[:, :length] if axis == 1 else each[:length]
+        else:
+            # Seen block by block: to repeat the scales would make a second matrix.
+            values = values.reshape(*values.shape[:axis], -1, block, *values.shape[axis + 1 :])
+            each = np.expand_dims(each, axis + 1)
+    operation(values, each, out=values)
 
 
 def _scale(value: ir.Value | None) -> tuple[str, str | None]:

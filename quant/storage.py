@@ -127,16 +127,52 @@ def splits_bytes(stored: StoredWeight) -> bool:
 
 def write_part(writer: WeightsWriter, stored: StoredWeight, part: QuantizedWeight, place: PartPlace) -> None:
     """Write the codes and scales of a part."""
-    codes, zero_point = part.codes, part.zero_point
-    if zero_point is not None:
-        bits = element_bits(stored.codes.dtype)
-        codes, zero_point = _signed(codes, bits), _signed(zero_point, bits)
+    codes, zero_point = _as_stored(stored, part)
     _write_outputs(writer, stored, stored.codes, codes, place)
     scale = part.scale.astype(NUMPY_TYPES[stored.scale.dtype])
     _write_outputs(writer, stored, stored.scale, scale, place)
     if stored.zero_point is not None and zero_point is not None:
         _write_outputs(writer, stored, stored.zero_point, zero_point, place)
-    if stored.global_scale is not None and (place.expert, place.start) == (0, 0):
+    _write_global_scale(writer, stored, part, (place.expert, place.start) == (0, 0))
+
+
+def write_band(writer: WeightsWriter, stored: StoredWeight, band: QuantizedWeight, first: int) -> None:
+    """Write the codes of some inputs of a matrix [I, O] and, where blocks share them, their scales.
+
+    Args:
+        writer: Of the file.
+        stored: The whole weight, cut into blocks or with one scale for each output.
+        band: Inputs `first` and on, all outputs; without blocks its scales are those of all inputs.
+        first: A multiple of the block size and, of 4-bit codes, even.
+    """
+    block, outputs = stored.scheme.block_size, stored.linear.outputs
+    codes, zero_point = _as_stored(stored, band)
+    bits = element_bits(stored.codes.dtype)
+    writer.write(stored.codes.name, pack(codes, bits).data, first * outputs * bits // 8)
+    if first and block is None:
+        return
+    place = 0 if block is None else first // block * outputs
+    scale = band.scale.astype(NUMPY_TYPES[stored.scale.dtype])
+    writer.write(stored.scale.name, _bytes(scale), place * scale.itemsize)
+    if stored.zero_point is not None and zero_point is not None:
+        writer.write(stored.zero_point.name, pack(zero_point, bits).data, place * bits // 8)
+    _write_global_scale(writer, stored, band, first == 0)
+
+
+def _as_stored(
+    stored: StoredWeight, part: QuantizedWeight
+) -> tuple[NDArray[np.generic], NDArray[np.generic] | None]:
+    """Codes and zero points, unsigned ones as the signed ones that are in the file."""
+    if part.zero_point is None:
+        return part.codes, None
+    bits = element_bits(stored.codes.dtype)
+    return _signed(part.codes, bits), _signed(part.zero_point, bits)
+
+
+def _write_global_scale(
+    writer: WeightsWriter, stored: StoredWeight, part: QuantizedWeight, first: bool
+) -> None:
+    if stored.global_scale is not None and first:
         writer.write(stored.global_scale.name, _bytes(np.array(part.global_scale, np.float32)))
 
 

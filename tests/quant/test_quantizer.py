@@ -189,7 +189,8 @@ class TestAlgorithms:
             parts.append(part)
             return round_to_nearest(part)
 
-        monkeypatch.setattr("kvgraph.quant.tensor_writer.PART_WEIGHTS", 160)
+        for size in ("PART_WEIGHTS", "BAND_WEIGHTS"):
+            monkeypatch.setattr(f"kvgraph.quant.tensor_writer.{size}", 160)
         plan = both(load_recipe(recipe), weight_quantizer=record)
         pieces = quantize_bundle(tiny, plan, tmp_path / "parts")
         assert [part.first_output for part in parts if part.module == UP] == [0, 8, 16, 24, 32, 40]
