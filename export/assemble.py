@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from kvgraph.export import contract as names
 from kvgraph.export.contract import Contract, GraphName, TensorSpec
+from kvgraph.export.passes.constants import ir_dtype
 from kvgraph.export.trace import TracedDecoder
 from kvgraph.export.translate import OPSET
 from kvgraph.export.weights_file import WEIGHTS_FILE, WeightLayout
@@ -113,11 +114,6 @@ def _used_outputs(node: ir.Node) -> int:
     """Outputs up to the last that anything reads: optional ones behind it are not asked for."""
     used = [index for index, value in enumerate(node.outputs) if value.uses() or value.is_graph_output()]
     return max(used, default=0) + 1
-
-
-def ir_dtype(name: str) -> ir.DataType:
-    """The ONNX element type of a dtype name such as "float16" or "float8_e4m3fn"."""
-    return ir.DataType[{"float32": "FLOAT", "float64": "DOUBLE"}.get(name, name.replace("_", "").upper())]
 
 
 def assemble(

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -129,6 +131,24 @@ class Bundle:
             raise ValueError(f"{file}: does not list {', '.join(missing)}; export the bundle again")
         check_consistent(file, bundle.config, bundle.dtype, bundle.residual_dtype, contract)
         return bundle
+
+    @contextmanager
+    def verifying(self) -> Iterator[None]:
+        """Hash every file while the block works; on leaving, however that comes about, a changed one is what is raised.
+
+        Raises:
+            ValueError: A file was changed: what the block has made of it is not to be used.
+        """
+        with ThreadPoolExecutor(1) as pool:
+            verified = pool.submit(self._verify)
+            try:
+                yield
+            finally:
+                verified.result()
+
+    def _verify(self) -> None:
+        for name, entry in self.files.items():
+            _check_file(self.path, name, entry, verify=True)
 
     def verify_graphs(self) -> None:
         """Hash the graphs, which are small beside the weights.

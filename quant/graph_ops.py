@@ -8,8 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from kvgraph.export.assemble import ir_dtype
-from kvgraph.export.passes.constants import constant
+from kvgraph.export.passes.constants import constant, ir_dtype
 from kvgraph.quant.formats import FORMATS
 
 

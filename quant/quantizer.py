@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -41,6 +43,7 @@ def quantize_bundle(
     *,
     evaluation: Path | None = None,
     force: bool = False,
+    verify: bool = False,
 ) -> Bundle:
     """Write the quantized bundle, read it back and prove its weights; nothing is left behind where that fails.
 
@@ -50,12 +53,14 @@ def quantize_bundle(
         output: The new bundle's directory.
         evaluation: Text to measure both bundles on.
         force: Replace a bundle that is there.
+        verify: Hash the files of `bundle` meanwhile, as `Bundle.open` does before.
 
     Returns:
         The new bundle; its `quantization` says what was quantized, what was left and why, and how exactly.
 
     Raises:
-        ValueError: The bundle is quantized already or has no weights, or the plan lacks something.
+        ValueError: The bundle is quantized already or has no weights, the plan lacks something, or a file of the
+            bundle was changed.
         FileExistsError: `output` exists and `force` is off.
         RuntimeError: What was written does not give the weights back.
     """
@@ -65,6 +70,7 @@ def quantize_bundle(
     with (
         BundleWeights(bundle) as weights,
         writing_directory(output, BUNDLE_FILE, force, (TARGETS,)) as directory,
+        bundle.verifying() if verify else nullcontext(),
     ):
         quantized, proof = fill_bundle(directory, bundle, weights, plan)
         sizes = {
@@ -95,13 +101,27 @@ def fill_bundle(
             quantize_cache(model, bundle.contract, cache, plan.cache_ranges)
             contract = delta_contract(bundle.contract, cache)
         (directory / graph_file(graph)).write_bytes(ir.to_proto(model).SerializeToString())
-    sha256 = _write_weights(directory / WEIGHTS_FILE, layout, weights, jobs)
+    with (
+        WeightsWriter(directory / WEIGHTS_FILE, layout) as writer,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        _write_weights(writer, weights, jobs)
+        # It goes to the disk and is hashed while it is read back.
+        sha256 = pool.submit(writer.finish)
+        _complete(directory, bundle)
+        quantized = _describe(directory, replace(bundle, contract=contract), plan, jobs, layout)
+        proof = prove_weights(quantized, weights, choices, jobs)
+    entry = FileEntry(layout.size, sha256.result())
+    return replace(quantized, files={**quantized.files, WEIGHTS_FILE: entry}), proof
+
+
+def _complete(directory: Path, bundle: Bundle) -> None:
+    """Copy what is neither a graph nor weights, and check the graphs that are there."""
+    graphs = bundle.contract.graphs
     for name in sorted(bundle.files.keys() - {WEIGHTS_FILE, *map(graph_file, graphs)}):
         shutil.copyfile(bundle.path / name, directory / name)
     for graph in graphs:
         onnx.checker.check_model(str(directory / graph_file(graph)), full_check=True)
-    quantized = _describe(directory, replace(bundle, contract=contract), plan, jobs, layout, sha256)
-    return quantized, prove_weights(quantized, weights, choices, jobs)
 
 
 def refuse_output(bundle: Bundle, output: str | Path) -> None:
@@ -221,14 +241,12 @@ def _round_inputs(
             quantize_token_blocks(model, names, scheme.format, scheme.block_size)
 
 
-def _write_weights(path: Path, layout: WeightLayout, weights: FloatWeights, jobs: Iterable[TensorJob]) -> str:
-    with WeightsWriter(path, layout) as writer:
-        total = sum(weights.tensors[job.source].size for job in jobs)
-        with tqdm(total=total, desc="quantizing", unit="B", unit_scale=True, disable=None) as bar:
-            for job in jobs:
-                write_tensor(writer, weights, job)
-                bar.update(weights.tensors[job.source].size)
-        return writer.finish()
+def _write_weights(writer: WeightsWriter, weights: FloatWeights, jobs: Iterable[TensorJob]) -> None:
+    total = sum(weights.tensors[job.source].size for job in jobs)
+    with tqdm(total=total, desc="quantizing", unit="B", unit_scale=True, disable=None) as bar:
+        for job in jobs:
+            write_tensor(writer, weights, job)
+            bar.update(weights.tensors[job.source].size)
 
 
 def _describe(
@@ -237,11 +255,10 @@ def _describe(
     plan: QuantizationPlan,
     jobs: Iterable[TensorJob],
     layout: WeightLayout,
-    sha256: str,
 ) -> Bundle:
-    """bundle.json of a filled directory; `sha256` is that of the weights."""
+    """bundle.json of a filled directory, but for the hash of the weights."""
     files = {
-        file.name: FileEntry(file.stat().st_size, sha256 if file.name == WEIGHTS_FILE else hash_file(file))
+        file.name: FileEntry(file.stat().st_size, "" if file.name == WEIGHTS_FILE else hash_file(file))
         for file in sorted(directory.iterdir())
         if not file.name.startswith(".")
     }

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from kvgraph.export.assemble import ir_dtype
+from kvgraph.export.passes.constants import ir_dtype
 from kvgraph.quant.bundle_weights import BundleWeights, as_float32, round_to
 from kvgraph.quant.formats import Floats
 

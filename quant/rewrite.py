@@ -14,9 +14,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.tape import Tape
 
-from kvgraph.export.assemble import ir_dtype
 from kvgraph.export.contract import TensorSpec
-from kvgraph.export.passes.constants import constant
+from kvgraph.export.passes.constants import constant, ir_dtype
 from kvgraph.export.weights_file import WEIGHTS_FILE, WeightLayout
 from kvgraph.quant.graph_ops import dequantized, first_of, insert, product_inputs, round_trip, scalar
 from kvgraph.quant.storage import StoredWeight

@@ -42,3 +42,8 @@ def test_module_of_a_deployed_machine_loads_no_export_package(module: str) -> No
 
 def test_loaded_packages_include_those_imported_indirectly() -> None:
     assert "onnxruntime" in loaded_by("from onnxruntime.capi import _pybind_state")
+
+
+@pytest.mark.parametrize("module", ["kvgraph.quant.quantizer", "kvgraph.export.targets.ort_cpu"])
+def test_what_reads_bundles_alone_starts_without_torch(module: str) -> None:
+    assert loaded_by(f"import {module}") & {"onnxscript", "torch"} == set()

@@ -31,3 +31,8 @@ def int64_constant(graph: ir.Graph, *numbers: int) -> ir.Value:
     """A one-dimensional int64 initializer, shared by all who ask for the same numbers."""
     name = "int64." + "_".join(map(str, numbers))
     return constant(graph, name, np.array(numbers, dtype=np.int64))
+
+
+def ir_dtype(name: str) -> ir.DataType:
+    """The ONNX element type of a dtype name such as "float16" or "float8_e4m3fn"."""
+    return ir.DataType[{"float32": "FLOAT", "float64": "DOUBLE"}.get(name, name.replace("_", "").upper())]

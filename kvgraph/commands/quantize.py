@@ -69,17 +69,18 @@ def run(args: argparse.Namespace) -> int:
     from kvgraph.quant.quantizer import quantize_bundle, refuse_output
     from kvgraph.quant.report import format_quantization
 
-    source, evaluation = (
-        Bundle.open(args.bundle, verify=True),
-        None if args.evaluation is None else Path(args.evaluation),
-    )
-    # Before calibration, which may take an hour.
+    # Before calibration, which may take an hour; without, while the weights are rounded.
+    at_once = args.calibration is not None
+    source = Bundle.open(args.bundle, verify=at_once)
+    evaluation = None if args.evaluation is None else Path(args.evaluation)
     refuse_output(source, args.output)
     if args.plot is not None:
         check_folder(args.plot)
     with ExitStack() as stack:
         plan = _plan(args, source, stack)
-        bundle = quantize_bundle(source, plan, args.output, evaluation=evaluation, force=args.force)
+        bundle = quantize_bundle(
+            source, plan, args.output, evaluation=evaluation, force=args.force, verify=not at_once
+        )
     print(format_quantization(bundle, args.explain))
     if args.plot is not None:
         from kvgraph.quant.plot import plot_quantization

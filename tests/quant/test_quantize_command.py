@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from kvgraph.cli import main
 from kvgraph.export.bundle import Bundle
+from kvgraph.export.weights_file import WEIGHTS_FILE
 from kvgraph.quant.report import format_quantization
 
 
@@ -34,6 +36,21 @@ def test_explains_every_module(tiny: Bundle, tmp_path: Path, capsys: pytest.Capt
     assert [(row[1], row[2]) for row in rows] == [("prefill", "int8"), ("decode", "int4")]
     least, median, most = (float(number) for number in rows[0][6:9])
     assert 0 < least < median < most
+
+
+@pytest.mark.parametrize("value", [0x3F, 0xFF], ids=["another number", "no number"])
+def test_changed_bundle_is_refused(
+    value: int, tiny: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The hash is what is reported, also where what was changed cannot be rounded."""
+    source = tmp_path / "source"
+    shutil.copytree(tiny.path, source)
+    content = bytearray((source / WEIGHTS_FILE).read_bytes())
+    content[-4:] = bytes([value] * 4)
+    (source / WEIGHTS_FILE).write_bytes(content)
+    assert main(["quantize", str(source), "-o", str(tmp_path / "out"), "--recipe", "int8-wo"]) == 2
+    assert "the file was changed, export again" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_writes_a_picture(tiny: Bundle, tmp_path: Path) -> None:
