@@ -93,6 +93,10 @@ Packing parse_packing(const std::string& format, const std::string& scale_format
     throw std::invalid_argument("format " + format + " is unknown");
 }
 
+int split_parts(Format format) {
+    return format == Format::kBFloat16 ? 1 : format == Format::kFloat16 ? 2 : 3;
+}
+
 Activation parse_activation(const std::string& name) {
     if (name.empty()) return kNone;
     if (name == "silu") return kSilu;

@@ -29,7 +29,8 @@ constexpr Kernels kernel_table(const char* name) {
             gather,
             activate,
             attend_one,
-            attend_tile};
+            attend_tile,
+            nullptr};
 }
 
 }  // namespace

@@ -36,6 +36,33 @@ struct Rounded {
     bool has_minimum;  // -128 occurs, whose sign cannot be turned in 8 bits
 };
 
+// Floats as sums of bfloat16, for units that multiply nothing else.
+constexpr int64_t kSplitRows = 16;  // rows of a tile of inputs
+constexpr int kSplitParts = 3;      // bfloat16 that make up a float32
+int split_parts(Format format);     // that make up a weight
+
+// Up to 32 rows times up to two panels. Tiles of inputs are [blocks, kSplitParts, kSplitRows, kBlock], tiles
+// of weights [blocks, parts, kBlock / 2, kPanel, 2].
+struct SplitProduct {
+    const uint16_t* input;
+    int64_t input_step;  // from one tile of rows to the next
+    const uint16_t* weights;
+    int64_t weights_step;  // from one panel to the next
+    int64_t blocks;
+    int parts, row_tiles, panels;
+    bool add;            // to what `tile` holds
+    float* tile;         // [panels][row_tiles * kSplitRows, kPanel]
+    int64_t panel_step;  // from one panel's part of `tile` to the next
+};
+
+struct SplitKernels {
+    // One row of a tile of inputs; `to` is its first number. What is behind `size` in the last block is zero.
+    void (*row)(const float* row, int64_t size, uint16_t* to);
+    // One panel of float weights from its row 0 on.
+    void (*panel)(Format, const uint8_t* panel, int64_t size, uint16_t* to);
+    void (*multiply)(const SplitProduct& product);
+};
+
 struct Kernels {
     const char* name;
     int rows;        // rows of the input that `integer_tile` takes at once
@@ -66,6 +93,8 @@ struct Kernels {
     // Attention of the heads that share one head of the cache; see attention.h.
     void (*attend_one)(const struct AttendOne&);
     void (*attend_tile)(const struct AttendTile&);
+
+    const SplitKernels* split;  // null where float32 itself is multiplied as fast
 };
 
 // Of the best instruction set that this processor has, or of the one chosen by name; false where it lacks
@@ -79,6 +108,7 @@ extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
 bool amx_available();
 Kernels amx_kernels();
+extern const SplitKernels kAmxSplitKernels;
 #endif
 
 enum Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };

@@ -196,13 +196,19 @@ void integer_tile(const Packing& packing, const Rounded& in, int64_t first, int 
 
 }  // namespace
 
+namespace {
+constexpr unsigned kAmxBFloat16 = 1u << 22, kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;
+
+bool has_features(unsigned features) {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & features) == features;
+}
+}  // namespace
+
 // Linux gives the tiles' registers to processes that ask for them.
 bool amx_available() {
     constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    constexpr unsigned kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kAmxTile) || !(d & kAmxInt8)) return false;
-    return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+    return has_features(kAmxTile | kAmxInt8) && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
 
 Kernels amx_kernels() {
@@ -210,6 +216,7 @@ Kernels amx_kernels() {
     table.name = "amx-int8";
     table.rows = kRowTiles * kTile;
     table.integer_tile = integer_tile;
+    if (has_features(kAmxBFloat16)) table.split = &kAmxSplitKernels;
     return table;
 }
 

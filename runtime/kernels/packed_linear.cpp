@@ -9,11 +9,15 @@ namespace {
 // Rows of the input that pass one panel after another, and how much of the input they may be.
 constexpr int64_t kStripRows = 128, kStripBytes = 1 << 20;
 static_assert(kStripRows >= kMaxRows);
+// From so many rows on, parts of floats are multiplied faster than floats; rows of weights that pass a strip
+// of the input before the next ones, which stay in the first-level cache.
+constexpr int64_t kManyRows = 9, kSliceRows = 512;
 }  // namespace
 
 struct PackedLinear::Operands {
     const float* input;
     Rounded rounded;
+    const uint16_t* parts;  // by tile, see SplitProduct; null where floats are multiplied as they are
     int64_t rows;
     const uint8_t* weights;
     const float* bias;
@@ -50,6 +54,7 @@ void PackedLinear::arrange(const Call& call, Operands& operands) const {
                   rows = operands.rows;
     const bool floats = input_ == kNotRounded, whole = !floats && input_ != kBlocks;
     if (floats && rows == 1) return;
+    if (floats && rows >= kManyRows && kernels().split != nullptr) return split(call, operands);
     const int64_t scales = whole ? 1 : blocks, tile = floats ? kernels().float_rows : kernels().rows;
     thread_local Scratch scratch;
     const size_t value_bytes = static_cast<size_t>(rows * padded) * (floats ? sizeof(float) : 1);
@@ -85,6 +90,23 @@ void PackedLinear::arrange(const Call& call, Operands& operands) const {
     operands.rounded = {reinterpret_cast<int8_t*>(memory), factors, sums, blocks, whole, has_minimum};
 }
 
+void PackedLinear::split(const Call& call, Operands& operands) const {
+    const int64_t blocks = (in_features_ + kBlock - 1) / kBlock,
+                  tile = blocks * kSplitParts * kSplitRows * kBlock;
+    const int64_t tiles = (operands.rows + kSplitRows - 1) / kSplitRows;
+    thread_local Scratch scratch;
+    auto* parts =
+        static_cast<uint16_t*>(scratch.reserve(static_cast<size_t>(tiles * tile) * sizeof(uint16_t)));
+    call.parallel(static_cast<size_t>(tiles), [&](size_t task) {
+        const int64_t first = static_cast<int64_t>(task) * kSplitRows;
+        for (int64_t row = first; row < std::min(operands.rows, first + kSplitRows); ++row) {
+            kernels().split->row(operands.input + row * in_features_, in_features_,
+                                 parts + first / kSplitRows * tile + (row - first) * kBlock);
+        }
+    });
+    operands.parts = parts;
+}
+
 void PackedLinear::run(const Call& call) const {
     const Tensor input = call.input(0), weights = call.input(1), bias = call.input(2),
                  residual = call.input(3);
@@ -98,6 +120,7 @@ void PackedLinear::run(const Call& call) const {
     shape.back() = width_;
     Operands operands{input.as<float>(),
                       {},
+                      nullptr,
                       input.rows(),
                       weights.as<uint8_t>(),
                       bias.as<float>(),
@@ -115,7 +138,8 @@ void PackedLinear::run(const Call& call) const {
                                               std::max<int64_t>(1, 786432 / unit_bytes));
     call.parallel(static_cast<size_t>((units + share - 1) / share), [&](size_t task) {
         const int64_t begin = static_cast<int64_t>(task) * share;
-        panels(operands, begin, std::min(units, begin + share));
+        const int64_t end = std::min(units, begin + share);
+        operands.parts == nullptr ? panels(operands, begin, end) : split_panels(operands, begin, end);
     });
 }
 
@@ -140,6 +164,49 @@ void PackedLinear::panels(const Operands& operands, int64_t begin, int64_t end) 
             }
             for (int64_t row = top; row < bottom; ++row) {
                 finish(operands, unit, row, tiles[0] + (row - top) * kPanel, tiles[1] + (row - top) * kPanel);
+            }
+        }
+    }
+}
+
+// The same from parts of floats. A slice of each panel passes all rows of a strip, and adds to their tiles.
+void PackedLinear::split_panels(const Operands& operands, int64_t begin, int64_t end) const {
+    const int64_t a_unit = gate_ == kNone ? 1 : 2, panels = (end - begin) * a_unit;
+    const int64_t panel_bytes = packing_.panel_bytes(in_features_), line = panel_bytes / in_features_;
+    const int64_t blocks = (in_features_ + kBlock - 1) / kBlock, a_block = kSplitParts * kSplitRows * kBlock;
+    const int parts = split_parts(packing_.format);
+    const int64_t panel_tile = kStripRows * kPanel, slice_numbers = kSliceRows * kPanel * parts;
+    thread_local Scratch scratch;
+    auto* tiles =
+        static_cast<float*>(scratch.reserve(static_cast<size_t>(panels * panel_tile) * sizeof(float) +
+                                            static_cast<size_t>(2 * slice_numbers) * sizeof(uint16_t)));
+    auto* weights = reinterpret_cast<uint16_t*>(tiles + panels * panel_tile);
+    for (int64_t top = 0; top < operands.rows; top += kStripRows) {
+        const int64_t bottom = std::min(operands.rows, top + kStripRows);
+        for (int64_t k = 0; k < in_features_; k += kSliceRows) {
+            const int64_t depth = std::min(kSliceRows, in_features_ - k);
+            for (int64_t panel = 0; panel < panels; panel += 2) {
+                const int64_t count = std::min<int64_t>(2, panels - panel);
+                for (int64_t i = 0; i < count; ++i) {
+                    kernels().split->panel(
+                        packing_.format,
+                        operands.weights + (begin * a_unit + panel + i) * panel_bytes + k * line, depth,
+                        weights + i * slice_numbers);
+                }
+                for (int64_t row = top; row < bottom; row += 2 * kSplitRows) {
+                    const int64_t first = row / kSplitRows * blocks + k / kBlock;
+                    kernels().split->multiply({operands.parts + first * a_block, blocks * a_block, weights,
+                                               slice_numbers, (depth + kBlock - 1) / kBlock, parts,
+                                               bottom - row > kSplitRows ? 2 : 1, static_cast<int>(count),
+                                               k > 0, tiles + panel * panel_tile + (row - top) * kPanel,
+                                               panel_tile});
+                }
+            }
+        }
+        for (int64_t unit = begin; unit < end; ++unit) {
+            float* tile = tiles + (unit - begin) * a_unit * panel_tile;
+            for (int64_t row = top; row < bottom; ++row, tile += kPanel) {
+                finish(operands, unit, row, tile, tile + panel_tile);
             }
         }
     }

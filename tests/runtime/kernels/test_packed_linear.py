@@ -56,8 +56,9 @@ def check(found: np.ndarray, expected: np.ndarray, tolerance: float = SUMS) -> N
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
+# The last one is more rows and more inputs than the strips and slices that they are cut into.
 @pytest.mark.parametrize("layout", FLOATS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (150, 1100, 33)])
 def test_float_weights(
     instruction_set: str, layout: str, shape: tuple[int, int, int], linear: Linear, layouts: ModuleType
 ) -> None:
@@ -66,6 +67,18 @@ def test_float_weights(
     packed, weights = layouts.random_weights(rng, inputs, outputs, layout, "")
     x = rng.standard_normal((rows, inputs), np.float32)
     check(linear(x, packed, outputs, layout, "float"), x @ weights)
+
+
+@pytest.mark.parametrize("layout", FLOATS)
+def test_every_digit_of_a_float_counts(
+    instruction_set: str, layout: str, linear: Linear, layouts: ModuleType
+) -> None:
+    """Each result is one product, so that what is left out of a number shows."""
+    rng = np.random.default_rng(6)
+    x = rng.standard_normal((40, 1), np.float32) * np.float32(10.0) ** rng.integers(-25, 25, (40, 1))
+    packed, weights = layouts.random_weights(rng, 1, 20, layout, "")
+    found = linear(x.astype(np.float32), packed, 20, layout, "float")
+    np.testing.assert_allclose(found, x.astype(np.float32).astype(np.float64) @ weights, rtol=3e-7)
 
 
 @pytest.mark.parametrize("scale_format", ["float16", "float32"])
