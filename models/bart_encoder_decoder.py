@@ -1,4 +1,4 @@
-"""What BART and its kin have in common: keys of config.json, layers with norms behind each sum, names of weights."""
+"""What BART and its kin have in common: keys of config.json, embeddings, layers, head, names of weights."""
 
 from __future__ import annotations
 
@@ -15,13 +15,21 @@ from kvgraph.models.decoder import Head, Prelude
 from kvgraph.models.encoder_decoder import EncoderDecoder
 from kvgraph.models.encoder_decoder_config import EncoderDecoderConfig, read_decoding, shared_head_dim
 from kvgraph.models.family import Into
+from kvgraph.models.layer_norm import LayerNorm
 from kvgraph.models.layer_norm_decoder import renamed
-from kvgraph.models.layers import Cast, Embedding, Precision
-from kvgraph.models.post_norm_encoder_decoder import post_norm_encoder_decoder
+from kvgraph.models.layer_norm_encoder_decoder import layer_norm_encoder_decoder
+from kvgraph.models.layers import Cast, Embedding, Linear, Precision
+from kvgraph.models.positions import Shared
 
 EMBEDDING = "model.embed_tokens.weight"
 # Of every layer norm; torch's own, which no config of these families names.
 LAYER_NORM_EPS = 1e-5
+# The table of learned positions begins with two rows that no position reads.
+POSITION_OFFSET = 2
+LEARNED_POSITIONS: dict[str, Into] = {
+    "model.encoder.embed_positions.weight": "model.encoder.embed_positions.weight",
+    "model.decoder.embed_positions.weight": "model.embed_positions.weight",
+}
 # Training's business, and keys of old files without a function.
 WITHOUT_EFFECT = (
     "_num_labels",
@@ -53,8 +61,16 @@ class BartConfig(EncoderDecoderConfig):
         return math.sqrt(self.hidden_size) if self.scale_embedding else 1.0
 
 
-def read_bart(reader: ConfigReader, **defaults: Any) -> dict[str, Any]:
-    """The fields of `BartConfig`; `defaults` are those of `read_decoding`.
+def read_bart(
+    reader: ConfigReader, *, activation: str = "gelu", scale_embedding: bool = False, **defaults: Any
+) -> dict[str, Any]:
+    """The fields of `BartConfig`.
+
+    Args:
+        reader: config.json.
+        activation: What the family's transformers class takes where the key is left out.
+        scale_embedding: Likewise.
+        **defaults: Those of `read_decoding`.
 
     Raises:
         ValueError: A key is missing, malformed or contradicts another.
@@ -69,11 +85,6 @@ def read_bart(reader: ConfigReader, **defaults: Any) -> dict[str, Any]:
     if reader.flag("force_bos_token_to_be_generated", default=False):
         reader.require("forced_bos_token_id", decoding["bos_token_id"], "force_bos_token_to_be_generated")
         decoding["forced_bos_token_id"] = decoding["bos_token_id"]
-    reader.require(
-        "tie_word_embeddings",
-        True,
-        "libraries differ in which of the other tables are one where the head is not",
-    )
     reader.ignore(*WITHOUT_EFFECT)
     return {
         **decoding,
@@ -87,22 +98,48 @@ def read_bart(reader: ConfigReader, **defaults: Any) -> dict[str, Any]:
         "num_key_value_heads": heads["decoder"],
         "head_dim": dims["decoder"],
         "max_position_embeddings": reader.integer("max_position_embeddings"),
-        "hidden_act": reader.text("activation_function", default="gelu"),
-        "tie_word_embeddings": True,
+        "hidden_act": reader.text("activation_function", default=activation),
+        "tie_word_embeddings": reader.flag("tie_word_embeddings", default=True),
         "encoder_layers": layers["encoder"],
         "encoder_attention_heads": heads["encoder"],
         "encoder_head_dim": dims["encoder"],
         "encoder_ffn_dim": reader.integer("encoder_ffn_dim"),
-        "scale_embedding": reader.flag("scale_embedding", default=False),
+        "scale_embedding": reader.flag("scale_embedding", default=scale_embedding),
     }
 
 
-class BiasedHead(Head):
-    """A tied head whose logits get a bias."""
+def embedding_tables(config: BartConfig, precision: Precision) -> tuple[Embedding, Embedding]:
+    """The source's and the target's table: one where the head is tied to it, two where nothing is tied."""
+    table = Embedding(config.vocab_size, config.hidden_size, precision.compute)
+    if config.tie_word_embeddings:
+        return table, table
+    return Embedding(config.vocab_size, config.hidden_size, precision.compute), table
 
-    def __init__(self, norm: nn.Module, embed_tokens: Embedding) -> None:
+
+class BartPrelude(Prelude):
+    """Token embedding plus a row of the table of positions, normed."""
+
+    def __init__(
+        self, config: BartConfig, embed_tokens: Embedding, shared: Shared, precision: Precision
+    ) -> None:
+        super().__init__(embed_tokens, [shared], precision.residual, config.embedding_scale)
+        rows = config.max_position_embeddings + POSITION_OFFSET
+        self.embed_positions = Embedding(rows, config.hidden_size, precision.compute)
+        self.embed_norm = LayerNorm(config.hidden_size, LAYER_NORM_EPS, precision.residual)
+
+    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """See `Prelude.embed`."""
+        rows = self.embed_positions(positions + POSITION_OFFSET)
+        result: Tensor = self.embed_norm(super().embed(input_ids, positions) + rows.to(self.residual))
+        return result
+
+
+class BiasedHead(Head):
+    """A head whose logits get a bias."""
+
+    def __init__(self, norm: nn.Module, lm_head: Linear | None, embed_tokens: Embedding) -> None:
         """See `Head`."""
-        super().__init__(norm, None, embed_tokens)
+        super().__init__(norm, lm_head, embed_tokens)
         rows = embed_tokens.weight.shape[0]
         # The checkpoint's shape.
         self.final_logits_bias = nn.Parameter(torch.empty(1, rows, dtype=torch.float32))
@@ -115,11 +152,49 @@ class BiasedHead(Head):
 def build_bart(
     config: BartConfig, precision: Precision, source_prelude: Prelude, prelude: Prelude
 ) -> EncoderDecoder:
-    """The module around the two preludes, whose tables may be one."""
-    head = BiasedHead(Cast(precision.compute), prelude.embed_tokens)
-    return post_norm_encoder_decoder(
+    """The module around the two preludes, with norms behind each sum."""
+    head = BiasedHead(Cast(precision.compute), _own_head(config, precision), prelude.embed_tokens)
+    return layer_norm_encoder_decoder(
         config, precision, source_prelude, prelude, head, epsilon=LAYER_NORM_EPS, attention_bias=True
     )
+
+
+def build_pre_norm_bart(
+    config: BartConfig,
+    precision: Precision,
+    source_prelude: Prelude,
+    prelude: Prelude,
+    *,
+    logits_bias: bool = True,
+) -> EncoderDecoder:
+    """The module around the two preludes, with a norm before each part and one behind the last layer of either side."""
+    norm = LayerNorm(config.hidden_size, LAYER_NORM_EPS, precision.compute)
+    kind = BiasedHead if logits_bias else Head
+    return layer_norm_encoder_decoder(
+        config,
+        precision,
+        source_prelude,
+        prelude,
+        kind(norm, _own_head(config, precision), prelude.embed_tokens),
+        epsilon=LAYER_NORM_EPS,
+        attention_bias=True,
+        pre_norm=True,
+    )
+
+
+def _own_head(config: BartConfig, precision: Precision) -> Linear | None:
+    tied = config.tie_word_embeddings
+    return None if tied else Linear(config.hidden_size, config.vocab_size, False, precision.compute)
+
+
+def table_names(config: BartConfig) -> dict[str, Into]:
+    """The checkpoint's names of `embedding_tables`; where nothing is tied, nothing reads the shared one."""
+    tied = config.tie_word_embeddings
+    return {
+        "model.shared.weight": EMBEDDING if tied else None,
+        "model.encoder.embed_tokens.weight": EMBEDDING if tied else "model.encoder.embed_tokens.weight",
+        "model.decoder.embed_tokens.weight": EMBEDDING,
+    }
 
 
 def bart_names() -> dict[str, Into]:

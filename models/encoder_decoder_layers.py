@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from kvgraph.models.cross_attention import CrossAttention, SourceAttention
@@ -10,51 +9,35 @@ from kvgraph.models.encoder_decoder import CrossDecoderLayer, EncoderLayer
 from kvgraph.models.layers import Attention
 
 
-class PostNormEncoderLayer(EncoderLayer):
-    """norm(x + attention(x)), then norm(x + mlp(x)); what norms return is the stream."""
+class _EncoderParts(EncoderLayer):
+    """The parts of a layer of an encoder."""
 
     def __init__(
-        self,
-        self_attn: SourceAttention,
-        self_attn_norm: nn.Module,
-        mlp: nn.Module,
-        mlp_norm: nn.Module,
-        compute: torch.dtype,
+        self, self_attn: SourceAttention, self_attn_norm: nn.Module, mlp: nn.Module, mlp_norm: nn.Module
     ) -> None:
-        """Compose the parts, which compute in `compute`."""
+        """Compose the parts, each with its norm."""
         super().__init__()
-        self.compute = compute
         self.self_attn = self_attn
         self.self_attn_norm = self_attn_norm
         self.mlp = mlp
         self.mlp_norm = mlp_norm
 
+
+class PostNormEncoderLayer(_EncoderParts):
+    """norm(x + attention(x)), then norm(x + mlp(x)); what norms return is the stream."""
+
     def forward(self, hidden_states: Tensor, mask: Tensor) -> Tensor:
         """See `EncoderLayer`."""
-        stream = hidden_states.dtype
-        attended = self.self_attn(hidden_states.to(self.compute), mask)
+        stream, compute = hidden_states.dtype, self.self_attn.q_proj.weight.dtype
+        attended = self.self_attn(hidden_states.to(compute), mask)
         hidden_states = self.self_attn_norm(hidden_states + attended.to(stream))
-        fed_forward = self.mlp(hidden_states.to(self.compute))
+        fed_forward = self.mlp(hidden_states.to(compute))
         result: Tensor = self.mlp_norm(hidden_states + fed_forward.to(stream))
         return result
 
 
-class PreNormEncoderLayer(EncoderLayer):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(
-        self,
-        self_attn_norm: nn.Module,
-        self_attn: SourceAttention,
-        mlp_norm: nn.Module,
-        mlp: nn.Module,
-    ) -> None:
-        """Compose the parts."""
-        super().__init__()
-        self.self_attn_norm = self_attn_norm
-        self.self_attn = self_attn
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
+class PreNormEncoderLayer(_EncoderParts):
+    """x + attention(norm(x)), then x + mlp(norm(x)); what norms return is of the compute type."""
 
     def forward(self, hidden_states: Tensor, mask: Tensor) -> Tensor:
         """See `EncoderLayer`."""
@@ -65,8 +48,8 @@ class PreNormEncoderLayer(EncoderLayer):
         return result
 
 
-class PostNormCrossLayer(CrossDecoderLayer):
-    """norm(x + attention(x)), then the same with attention to the source, then with the mlp."""
+class _CrossParts(CrossDecoderLayer):
+    """The parts of a layer of a decoder that reads a source."""
 
     def __init__(
         self,
@@ -76,11 +59,9 @@ class PostNormCrossLayer(CrossDecoderLayer):
         cross_attn_norm: nn.Module,
         mlp: nn.Module,
         mlp_norm: nn.Module,
-        compute: torch.dtype,
     ) -> None:
-        """Compose the parts, which compute in `compute`."""
+        """Compose the parts, each with its norm."""
         super().__init__()
-        self.compute = compute
         self.kv_shape = self_attn.kv_shape
         self.self_attn = self_attn
         self.self_attn_norm = self_attn_norm
@@ -88,6 +69,10 @@ class PostNormCrossLayer(CrossDecoderLayer):
         self.cross_attn_norm = cross_attn_norm
         self.mlp = mlp
         self.mlp_norm = mlp_norm
+
+
+class PostNormCrossLayer(_CrossParts):
+    """norm(x + attention(x)), then the same with attention to the source, then with the mlp."""
 
     def forward(
         self,
@@ -101,7 +86,7 @@ class PostNormCrossLayer(CrossDecoderLayer):
         cross_mask: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `CrossDecoderLayer`."""
-        stream, compute = hidden_states.dtype, self.compute
+        stream, compute = hidden_states.dtype, self.self_attn.q_proj.weight.dtype
         attended, key, value = self.self_attn(
             hidden_states.to(compute), past_length, past_key, past_value, mask
         )
@@ -112,27 +97,8 @@ class PostNormCrossLayer(CrossDecoderLayer):
         return self.mlp_norm(hidden_states + fed_forward.to(stream)), key, value
 
 
-class PreNormCrossLayer(CrossDecoderLayer):
+class PreNormCrossLayer(_CrossParts):
     """x + attention(norm(x)), then the same with attention to the source, then with the mlp."""
-
-    def __init__(
-        self,
-        self_attn_norm: nn.Module,
-        self_attn: Attention,
-        cross_attn_norm: nn.Module,
-        cross_attn: CrossAttention,
-        mlp_norm: nn.Module,
-        mlp: nn.Module,
-    ) -> None:
-        """Compose the parts."""
-        super().__init__()
-        self.kv_shape = self_attn.kv_shape
-        self.self_attn_norm = self_attn_norm
-        self.self_attn = self_attn
-        self.cross_attn_norm = cross_attn_norm
-        self.cross_attn = cross_attn
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
 
     def forward(
         self,

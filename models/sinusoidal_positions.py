@@ -25,6 +25,16 @@ def angles(positions: Tensor, size: int) -> Tensor:
     return positions.unsqueeze(-1).to(torch.float32) * BASE**-exponents
 
 
+class HalvesPrelude(Prelude):
+    """Token embedding plus sines, then cosines, of the position."""
+
+    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """See `Prelude.embed`."""
+        rows = super().embed(input_ids, positions)
+        turned = angles(positions, rows.shape[-1])
+        return rows + torch.cat((turned.sin(), turned.cos()), dim=-1).to(self.residual)
+
+
 class SinusoidalPrelude(Prelude):
     """Token embedding plus sines and cosines of the position."""
 

@@ -5,29 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from kvgraph.models.bart_encoder_decoder import (
-    EMBEDDING,
-    LAYER_NORM_EPS,
+    LEARNED_POSITIONS,
+    POSITION_OFFSET,
     BartConfig,
+    BartPrelude,
     bart_names,
     build_bart,
+    embedding_tables,
     read_bart,
+    table_names,
 )
 from kvgraph.models.config import ModelConfig
 from kvgraph.models.config_reader import ConfigReader
 from kvgraph.models.cross_attention import SourceMask
-from kvgraph.models.decoder import Prelude
 from kvgraph.models.encoder_decoder import EncoderDecoder
 from kvgraph.models.family import Family, Into
 from kvgraph.models.layer_norm_decoder import renamed
-from kvgraph.models.layers import Embedding, Precision
-from kvgraph.models.positions import CausalMask, Shared
-from kvgraph.models.post_norm_encoder_decoder import stream_norm
+from kvgraph.models.layers import Precision
+from kvgraph.models.positions import CausalMask
 
-# The table of positions begins with two rows that no position reads.
-POSITION_OFFSET = 2
 # How old files spell what this architecture is; with other values they describe another one.
 FIXED = {
     "normalize_before": False,
@@ -51,41 +48,21 @@ def config_from_hf(hf: Mapping[str, Any]) -> BartConfig:
     return config
 
 
-class BartPrelude(Prelude):
-    """Token embedding plus a row of the table of positions, normed."""
-
-    def __init__(
-        self, config: BartConfig, embed_tokens: Embedding, shared: Shared, precision: Precision
-    ) -> None:
-        super().__init__(embed_tokens, [shared], precision.residual, config.embedding_scale)
-        rows = config.max_position_embeddings + POSITION_OFFSET
-        self.embed_positions = Embedding(rows, config.hidden_size, precision.compute)
-        self.embed_norm = stream_norm(config.hidden_size, LAYER_NORM_EPS, precision)
-
-    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """See `Prelude.embed`."""
-        rows = self.embed_positions(positions + POSITION_OFFSET)
-        result: Tensor = self.embed_norm(super().embed(input_ids, positions) + rows.to(self.residual))
-        return result
-
-
 def build(config: ModelConfig, precision: Precision) -> EncoderDecoder:
     """The module with unset parameters."""
     assert isinstance(config, BartConfig)
-    table = Embedding(config.vocab_size, config.hidden_size, precision.compute)
-    source = BartPrelude(config, table, SourceMask(), precision)
+    source_table, table = embedding_tables(config, precision)
+    source = BartPrelude(config, source_table, SourceMask(), precision)
     return build_bart(config, precision, source, BartPrelude(config, table, CausalMask(), precision))
 
 
 def weight_names(config: ModelConfig) -> dict[str, Into]:
     """The decoder's names are shorter in graphs, the encoder's are the same."""
+    assert isinstance(config, BartConfig)
     norm = {"layernorm_embedding": "embed_norm"}
     return {
-        "model.shared.weight": EMBEDDING,
-        "model.encoder.embed_tokens.weight": EMBEDDING,
-        "model.decoder.embed_tokens.weight": EMBEDDING,
-        "model.encoder.embed_positions.weight": "model.encoder.embed_positions.weight",
-        "model.decoder.embed_positions.weight": "model.embed_positions.weight",
+        **table_names(config),
+        **LEARNED_POSITIONS,
         **renamed(norm, "model.encoder.", "model.encoder."),
         **renamed(norm, "model.decoder.", "model."),
         **bart_names(),

@@ -6,19 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from kvgraph.models.bart_encoder_decoder import EMBEDDING, BartConfig, bart_names, build_bart, read_bart
 from kvgraph.models.config import ModelConfig
 from kvgraph.models.config_reader import ConfigReader
 from kvgraph.models.cross_attention import SourceMask
-from kvgraph.models.decoder import Prelude
 from kvgraph.models.encoder_decoder import EncoderDecoder
 from kvgraph.models.family import Family, Into
 from kvgraph.models.layers import Embedding, Precision
-from kvgraph.models.positions import CausalMask, Shared
-from kvgraph.models.sinusoidal_positions import angles
+from kvgraph.models.positions import CausalMask
+from kvgraph.models.sinusoidal_positions import HalvesPrelude
 
 # How old files spell what this architecture is; with other values they describe another one.
 FIXED = {
@@ -47,6 +43,11 @@ def config_from_hf(hf: Mapping[str, Any]) -> MarianConfig:
     What a library would take for absent tokens fits one model only, so these are read from the file alone.
     """
     reader = ConfigReader(hf)
+    reader.require(
+        "tie_word_embeddings",
+        True,
+        "libraries differ in which of the other tables are one where the head is not",
+    )
     fields = read_bart(reader)
     shared = reader.flag("share_encoder_decoder_embeddings", default=True)
     target = reader.integer("decoder_vocab_size", default=fields["vocab_size"])
@@ -64,21 +65,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> MarianConfig:
     return config
 
 
-class MarianPrelude(Prelude):
-    """Token embedding plus sines, then cosines, of the position."""
-
-    def __init__(
-        self, config: MarianConfig, embed_tokens: Embedding, shared: Shared, precision: Precision
-    ) -> None:
-        super().__init__(embed_tokens, [shared], precision.residual, config.embedding_scale)
-
-    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """See `Prelude.embed`."""
-        rows = super().embed(input_ids, positions)
-        turned = angles(positions, rows.shape[-1])
-        return rows + torch.cat((turned.sin(), turned.cos()), dim=-1).to(self.residual)
-
-
 def build(config: ModelConfig, precision: Precision) -> EncoderDecoder:
     """The module with unset parameters."""
     assert isinstance(config, MarianConfig)
@@ -86,8 +72,9 @@ def build(config: ModelConfig, precision: Precision) -> EncoderDecoder:
     source_table = table
     if not config.share_encoder_decoder_embeddings:
         source_table = Embedding(config.source_vocab_size, config.hidden_size, precision.compute)
-    source = MarianPrelude(config, source_table, SourceMask(), precision)
-    return build_bart(config, precision, source, MarianPrelude(config, table, CausalMask(), precision))
+    residual, scale = precision.residual, config.embedding_scale
+    source = HalvesPrelude(source_table, [SourceMask()], residual, scale)
+    return build_bart(config, precision, source, HalvesPrelude(table, [CausalMask()], residual, scale))
 
 
 def weight_names(config: ModelConfig) -> dict[str, Into]:

@@ -60,9 +60,9 @@ from kvgraph.models.encoder_decoder import EncoderDecoder
 from kvgraph.models.encoder_decoder_config import EncoderDecoderConfig, read_decoding
 from kvgraph.models.family import Family, Into
 from kvgraph.models.layer_norm_decoder import renamed
+from kvgraph.models.layer_norm_encoder_decoder import layer_norm_encoder_decoder
 from kvgraph.models.layers import Cast, Embedding, Linear, Precision
 from kvgraph.models.positions import CausalMask
-from kvgraph.models.post_norm_encoder_decoder import post_norm_encoder_decoder
 from kvgraph.models.sinusoidal_positions import SinusoidalPrelude
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -144,7 +144,7 @@ def build(config: ModelConfig, precision: Precision) -> EncoderDecoder:
     lm_head = (
         None if config.tie_word_embeddings else Linear(size, config.vocab_size, config.head_bias, compute)
     )
-    return post_norm_encoder_decoder(
+    return layer_norm_encoder_decoder(
         config,
         precision,
         SinusoidalPrelude(source_table, [SourceMask()], precision.residual, scale),

@@ -145,10 +145,10 @@ def encoder(config: T5Config, embed_tokens: Embedding, precision: Precision) -> 
     size, heads, dim = config.hidden_size, config.encoder_attention_heads, config.encoder_head_dim
     layers = [
         PreNormEncoderLayer(
-            norm(config, precision),
             SourceAttention(size, heads, dim, precision, bias=False, scale=1.0),
             norm(config, precision),
             mlp(config, precision),
+            norm(config, precision),
         )
         for _ in range(config.encoder_layers)
     ]
@@ -160,12 +160,12 @@ def decoder_layer(config: T5Config, precision: Precision) -> PreNormCrossLayer:
     """A layer of the decoder."""
     size, heads, dim = config.hidden_size, config.num_attention_heads, config.head_dim
     return PreNormCrossLayer(
-        norm(config, precision),
         Attention(config, precision, qkv_bias=False, out_bias=False, scale=1.0),
         norm(config, precision),
         CrossAttention(size, heads, dim, precision, bias=False, scale=1.0),
         norm(config, precision),
         mlp(config, precision),
+        norm(config, precision),
     )
 
 
