@@ -22,16 +22,20 @@ FAMILIES = {
     "falcon": "kvgraph.models.families.falcon",
     "gemma": "kvgraph.models.families.gemma",
     "gemma2": "kvgraph.models.families.gemma2",
+    "gemma3": "kvgraph.models.families.gemma3",
     "gemma3_text": "kvgraph.models.families.gemma3_text",
     "gpt2": "kvgraph.models.families.gpt2",
     "gpt_neox": "kvgraph.models.families.gpt_neox",
     "granite": "kvgraph.models.families.granite",
     "llama": "kvgraph.models.families.llama",
+    "m2m_100": "kvgraph.models.families.m2m_100",
     "marian": "kvgraph.models.families.marian",
+    "mbart": "kvgraph.models.families.mbart",
     "mistral": "kvgraph.models.families.mistral",
     "mixtral": "kvgraph.models.families.mixtral",
     "mpt": "kvgraph.models.families.mpt",
     "olmo2": "kvgraph.models.families.olmo2",
+    "pegasus": "kvgraph.models.families.pegasus",
     "phi": "kvgraph.models.families.phi",
     "phi3": "kvgraph.models.families.phi3",
     "post_norm_decoder": "kvgraph.models.families.post_norm_decoder",
@@ -44,11 +48,6 @@ FAMILIES = {
     "smollm3": "kvgraph.models.families.smollm3",
     "starcoder2": "kvgraph.models.families.starcoder2",
     "t5": "kvgraph.models.families.t5",
-}
-
-# Models with a language model inside, whose checkpoints have further parts that graphs would leave out.
-COMPOSITES = {
-    "gemma3": "reads images too; save its language model alone, as model_type 'gemma3_text'",
 }
 
 
@@ -88,6 +87,7 @@ class Family:
         weight_names: Checkpoint tensor name -> what becomes of it.
         base_prefix: What the names of all but the head begin with, which checkpoints of the model without its head
             leave out.
+        left_out: What the names of tensors begin with that belong to parts which the graphs do not have.
     """
 
     model_type: str
@@ -95,6 +95,7 @@ class Family:
     build: Callable[[ModelConfig, Precision], Model]
     weight_names: Callable[[ModelConfig], Mapping[str, Into]]
     base_prefix: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 def family(model_type: str) -> Family:
@@ -103,8 +104,6 @@ def family(model_type: str) -> Family:
     Raises:
         ValueError: It is not known; the message lists the nearest known ones.
     """
-    if model_type in COMPOSITES:
-        raise ValueError(f"model_type {model_type!r} {COMPOSITES[model_type]}")
     if model_type not in FAMILIES:
         near = difflib.get_close_matches(model_type, FAMILIES, n=3, cutoff=0.3) or sorted(FAMILIES)
         raise ValueError(

@@ -74,7 +74,7 @@ def plan_weights(family: Family, model: Model, present: Collection[str] = ()) ->
     names, tied = _without_copies(names, present)
     sources: dict[str, WeightSource] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    dropped: set[str] = set()
+    dropped = {name for name in present if family.left_out and name.startswith(family.left_out)}
     for pattern, parts in _expanded(names, model.layer_counts):
         if not parts:
             dropped.add(pattern)

@@ -70,12 +70,25 @@ def run(args: argparse.Namespace) -> int:
         bundle = import_checkpoint(checkpoint, args.output, options, force=args.force)
     else:
         bundle = export_checkpoint(checkpoint, args.output, options, force=args.force)
+    if not args.no_weights:
+        _print_left_out(checkpoint)
     size = sum(entry.size for entry in bundle.files.values())
     print(
         f"{bundle.path}: {bundle.model_type}, {bundle.contract.num_layers} layers, {_types(bundle)}, "
         f"{len(bundle.files)} files, {size / 1e6:.1f} MB"
     )
     return 0
+
+
+def _print_left_out(checkpoint: Checkpoint) -> None:
+    """Say which parts of a checkpoint the graphs do not have."""
+    from kvgraph.models.family import family
+
+    prefixes = family(checkpoint.config.model_type).left_out
+    names = [name for name in checkpoint.weights().names if prefixes and name.startswith(prefixes)]
+    if names:
+        parts = ", ".join(prefix.rstrip(".") for prefix in prefixes)
+        print(f"left out: {len(names)} tensors of {parts}; the graphs read text alone")
 
 
 def _keeps(checkpoint: Checkpoint, asked: bool | None) -> bool:

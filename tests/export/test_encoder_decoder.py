@@ -1,4 +1,4 @@
-"""T5, BART and Marian against transformers: in eager torch, on ONNX Runtime, and built in TensorRT-RTX."""
+"""T5, BART and their kin against transformers: in eager torch, on ONNX Runtime, and built in TensorRT-RTX."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel
 
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.contract import (
@@ -29,14 +29,18 @@ from kvgraph.export.targets.tensorrt import TensorRTOptions, build_tensorrt
 from kvgraph.export.torch_encoder_session import open_torch_session
 from kvgraph.models.checkpoint import open_checkpoint
 from kvgraph.runtime.encoder_session import EncoderSession
+from kvgraph.runtime.generate import generate
+from kvgraph.runtime.generation import GenerationParams
 from kvgraph.runtime.open import open_session
 from kvgraph.runtime.session import Cache, Floats, Ids
+from kvgraph.runtime.sources import SourcedSession, encode_sources
+from kvgraph.runtime.token_rules import TokenRules
 
 # float32 sums in another order, on logits of up to 12.
 TOLERANCE = 1e-4
 # float16 keeps 11 bits of every product's result.
 FLOAT16_TOLERANCE = 0.1
-LENGTH, VOCABULARY = 64, 97
+LENGTH, VOCABULARY, PADDING = 64, 97, 7
 # Of sources that are padded together; the longest is longer than T5's largest distance below.
 SOURCE_LENGTHS = (23, 1, 9)
 
@@ -76,6 +80,9 @@ BART = {
     "init_std": 0.3,
 }
 MARIAN = {**BART, "decoder_start_token_id": 3, "eos_token_id": 0}
+# Heads of either side have one size in these classes' configs, and there is a padding token that texts do not hold.
+MBART = {**BART, "decoder_start_token_id": 5}
+M2M100 = {**BART, "pad_token_id": PADDING}
 CASES = {
     "t5": Case("t5", T5, exported=True),
     "t5 v1.1, gated, a head of its own": Case(
@@ -88,6 +95,14 @@ CASES = {
     "bart, scaled embedding, relu": Case(
         "bart", {**BART, "scale_embedding": True, "activation_function": "relu"}
     ),
+    "bart, nothing tied": Case("bart", {**BART, "tie_word_embeddings": False}),
+    "mbart": Case("mbart", MBART, exported=True),
+    "mbart, scaled embedding, nothing tied": Case(
+        "mbart", {**MBART, "scale_embedding": True, "tie_word_embeddings": False}
+    ),
+    "pegasus": Case("pegasus", {**BART, "scale_embedding": True}, exported=True),
+    "m2m_100": Case("m2m_100", M2M100, exported=True),
+    "m2m_100, nothing tied": Case("m2m_100", {**M2M100, "tie_word_embeddings": False}),
     "marian": Case("marian", {**MARIAN, "scale_embedding": True, "activation_function": "swish"}),
     "marian, two vocabularies": Case(
         "marian",
@@ -181,7 +196,12 @@ def sources(session: EncoderSession) -> tuple[Ids, Ids]:
     assert session.contract.encoder is not None
     vocab_size = session.contract.encoder.vocab_size
     ids = np.random.default_rng(3).integers(0, vocab_size, (len(SOURCE_LENGTHS), max(SOURCE_LENGTHS)))
-    return ids, np.array(SOURCE_LENGTHS)
+    return without_padding(ids), np.array(SOURCE_LENGTHS)
+
+
+def without_padding(ids: Ids) -> Ids:
+    """M2M100 gives a padding token within a text no position."""
+    return np.where(ids == PADDING, PADDING + 1, ids)
 
 
 def new_cache(session: EncoderSession, limit: int = LENGTH) -> Cache:
@@ -204,7 +224,7 @@ def expected(checkpoint: Path, session: EncoderSession, targets: Ids) -> Any:
 
 
 def target_ids(session: EncoderSession) -> Ids:
-    return np.random.default_rng(5).integers(0, session.contract.vocab_size, (3, LENGTH))
+    return without_padding(np.random.default_rng(5).integers(0, session.contract.vocab_size, (3, LENGTH)))
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -254,6 +274,36 @@ def test_rows_of_unequal_length_equal_runs_of_their_own(checkpoint: Path, sessio
     for row, length in enumerate(lengths):
         right = logits[row, length - 1 : length + decoded]
         np.testing.assert_allclose(found[row], right, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("forced", [{}, {"forced_bos_token_id": 50, "forced_eos_token_id": 2}], ids=str)
+@pytest.mark.parametrize("name", ["mbart", "pegasus", "m2m_100"])
+def test_texts_equal_those_of_transformers(checkpoint: Path, forced: dict[str, int], num_beams: int) -> None:
+    session, config = torch_session(checkpoint), reference(checkpoint).config
+    ids, lengths = sources(session)
+    rows = [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
+    start, end = config.decoder_start_token_id, config.eos_token_id
+    settings = GenerationConfig(
+        decoder_start_token_id=start, eos_token_id=end, pad_token_id=config.pad_token_id, **forced
+    )
+    written = reference(checkpoint).generate(
+        torch.from_numpy(ids),
+        attention_mask=torch.from_numpy((np.arange(ids.shape[1]) < lengths[:, None]).astype(np.int64)),
+        generation_config=settings,
+        max_new_tokens=12,
+        num_beams=num_beams,
+        do_sample=False,
+    )
+    # transformers takes what is not said from the config.
+    last = forced.get("forced_eos_token_id", getattr(config, "forced_eos_token_id", None))
+    rules = TokenRules(first=forced.get("forced_bos_token_id"), last=last)
+    params = GenerationParams(max_new_tokens=12, num_beams=num_beams, eos_token_ids=(end,), rules=rules)
+    sourced = SourcedSession(session, encode_sources(session, rows))
+    found = generate(sourced, [[start]] * len(rows), params)
+    for text, row in zip(found, written[:, 1:].tolist(), strict=True):
+        right = row[: row.index(end) + 1] if end in row else row
+        assert list(text.token_ids) == right
 
 
 @pytest.mark.parametrize(("name", "runtime"), BOTH_RUNTIMES)

@@ -40,6 +40,9 @@ BART = {
     "decoder_start_token_id": 2,
 }
 MARIAN = {**BART, "model_type": "marian", "scale_embedding": True, "static_position_embeddings": True}
+MBART = {**BART, "model_type": "mbart"}
+PEGASUS = {**BART, "model_type": "pegasus"}
+M2M100 = {**BART, "model_type": "m2m_100"}
 TRANSFORMER = {
     "model_type": "post_norm_encoder_decoder",
     "source_vocab_size": 97,
@@ -133,6 +136,19 @@ def test_keys_of_published_configs_are_known() -> None:
     assert read({**MARIAN, **old, **opus}).source_vocab_size == 97
 
 
+def test_keys_of_published_configs_with_norms_before_the_parts_are_known() -> None:
+    """mBART, Pegasus fine-tuned on XSum, and NLLB."""
+    old = {"_num_labels": 3, "add_bias_logits": False, "add_final_layer_norm": True, "output_past": True}
+    old |= {"normalize_before": True, "encoder_layerdrop": 0.0, "classif_dropout": 0.0, "max_length": 200}
+    mbart = {"normalize_embedding": True, "static_position_embeddings": False, "extra_pos_embeddings": 2}
+    assert read({**MBART, **old, **mbart, "scale_embedding": True}).embedding_scale == 30**0.5
+    computed = {"normalize_embedding": False, "static_position_embeddings": True}
+    xsum = {"extra_pos_embeddings": 1, "force_bos_token_to_be_generated": False, "length_penalty": 0.6}
+    assert read({**PEGASUS, **old, **computed, **xsum}).eos_token_ids == (1,)
+    nllb = read({**M2M100, **old, **computed, "pad_token_id": 5, "activation_function": "relu"})
+    assert (nllb.pad_token_id, nllb.embedding_scale, nllb.forced_eos_token_id) == (5, 30**0.5, None)
+
+
 @pytest.mark.parametrize(
     ("hf", "changes", "message"),
     [
@@ -146,7 +162,13 @@ def test_keys_of_published_configs_are_known() -> None:
         (BART, {"normalize_embedding": False}, "normalize_embedding is False"),
         (BART, {"static_position_embeddings": True}, "static_position_embeddings is True"),
         (BART, {"extra_pos_embeddings": 0}, "extra_pos_embeddings is 0"),
-        (BART, {"tie_word_embeddings": False}, "tie_word_embeddings is False"),
+        (MARIAN, {"tie_word_embeddings": False}, "tie_word_embeddings is False"),
+        (MBART, {"normalize_before": False}, "normalize_before is False"),
+        (MBART, {"extra_pos_embeddings": 0}, "extra_pos_embeddings is 0"),
+        (PEGASUS, {"static_position_embeddings": False}, "static_position_embeddings is False"),
+        (PEGASUS, {"d_model": 15}, "d_model is 15, expected an even number"),
+        (M2M100, {"normalize_embedding": True}, "normalize_embedding is True"),
+        (M2M100, {"d_model": 2, "encoder_attention_heads": 1, "decoder_attention_heads": 1}, "d_model is 2"),
         (BART, {"encoder_attention_heads": 4}, "multiple of encoder_attention_heads 4"),
         (BART, {"num_hidden_layers": 4}, "num_hidden_layers is 4"),
         (BART, {"forced_eos_token_id": [2, 3]}, "forced_eos_token_id is"),

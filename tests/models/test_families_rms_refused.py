@@ -128,6 +128,18 @@ def test_an_unknown_activation_is_refused_by_name(model_type: str, published_rms
         family(model_type).build(config, Precision(torch.float32, torch.float32))
 
 
-def test_gemma3_with_images_is_refused_by_name(published_rms: Published) -> None:
-    with pytest.raises(ValueError, match=r"model_type 'gemma3' reads images too; .*'gemma3_text'"):
-        read({"model_type": "gemma3", "text_config": published_rms("gemma3_text")})
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_config": None}, "text_config is None, expected an object"),
+        ({"audio_config": {"hidden_size": 8}}, "audio_config="),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is False"),
+    ],
+)
+def test_what_gemma3_does_not_honour_is_refused_by_name(
+    changes: dict[str, Any], message: str, published_rms: Published
+) -> None:
+    whole = {"model_type": "gemma3", "text_config": published_rms("gemma3_text"), "vision_config": {}}
+    assert read(whole).model_type == "gemma3"
+    with pytest.raises(ValueError, match=message):
+        read({**whole, **changes})
