@@ -92,13 +92,12 @@ def _lower(graph: ir.Graph, node: ir.Node) -> None:
 
 
 def _masked(graph: ir.Graph, tape: Tape, node: ir.Node, scores: ir.Value) -> ir.Value:
-    """Scores under a mask [B, 1, S, C] or, where every query head has its own keys, [B, H, S, C]."""
-    if _dimension(node, 0, 1) != _dimension(node, 1, 1) and _dimension(node, _MASK, 1) != 1:
-        raise ValueError(
-            f"{graph.name}: node {node.name!r} (Attention) has a mask per head and grouped key/value heads, which "
-            "cannot be written out for TensorRT; expected one mask for all heads, [B, 1, S, T]"
-        )
+    """Scores under a mask [B, 1, S, C] or [B, H, S, C]."""
+    kv_heads, masks = _dimension(node, 1, 1), _dimension(node, _MASK, 1)
     mask = tape.op("Unsqueeze", [_input(node, _MASK), int64_constant(graph, 2)])
+    if masks not in (1, kv_heads):
+        # Grouped as the query heads are; 0 keeps a dimension.
+        mask = tape.op("Reshape", [mask, int64_constant(graph, 0, kv_heads, masks // kv_heads, 0, 0)])
     if _input(node, _MASK).dtype != ir.DataType.BOOL:
         return tape.op("Add", [scores, mask])
     return tape.op("Where", [mask, scores, _scalar(graph, float(_dtype(node).min), _dtype(node))])

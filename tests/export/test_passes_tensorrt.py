@@ -230,6 +230,25 @@ def test_lower_attention_adds_a_float_mask(kv_heads: int) -> None:
     np.testing.assert_allclose(run(model, feeds)[0], before[0], atol=FLOAT32_TOLERANCE)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_lower_attention_takes_a_mask_for_each_query_head(kv_heads: int) -> None:
+    model = with_float_mask(cached_attention(kv_heads=kv_heads, attributes=", softcap=0.5"))
+    attention = next(node for node in model.graph if node.op_type == "Attention")
+    slopes = ir.tensor(np.linspace(0.1, 2, HEADS, dtype=np.float32).reshape(1, HEADS, 1, 1), name="slopes")
+    model.graph.initializers["slopes"] = ir.Value(
+        name="slopes", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(slopes.shape), const_value=slopes
+    )
+    scaled = ir.Node("", "Mul", [attention.inputs[3], model.graph.initializers["slopes"]], name="by_head")
+    scaled.outputs[0].name, scaled.outputs[0].type = "by_head", ir.TensorType(ir.DataType.FLOAT)
+    scaled.outputs[0].shape = ir.Shape(["B", HEADS, "S", None])
+    model.graph.insert_before(attention, scaled)
+    attention.replace_input_with(3, scaled.outputs[0])
+    feeds = inputs(kv_heads=kv_heads)
+    before = run(model, feeds)
+    assert lower_attention(model)
+    np.testing.assert_allclose(run(model, feeds)[0], before[0], atol=FLOAT32_TOLERANCE)
+
+
 def with_float_mask(model: ir.Model) -> ir.Model:
     """The same mask as numbers that are added to the scores."""
     attention = next(node for node in model.graph if node.op_type == "Attention")
