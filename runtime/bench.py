@@ -21,7 +21,9 @@ from tqdm import tqdm
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.contract import Contract
 from kvgraph.runtime.bench_report import BenchOptions, BenchReport, DecodeSpeed, Timing
+from kvgraph.runtime.bench_source import check_source_tokens, source_bytes, with_sources
 from kvgraph.runtime.element_types import element_type
+from kvgraph.runtime.encoder_session import has_encoder
 from kvgraph.runtime.generate import stream
 from kvgraph.runtime.generation import GenerationParams
 from kvgraph.runtime.machine import (
@@ -39,6 +41,8 @@ from kvgraph.runtime.tokenizer import Tokenizer
 
 # Where the graphs differ in a weight, its name starts with its graph's.
 _PREFILL, _DECODE = "prefill.", "decode."
+# What an encoder reads once for a source.
+_ENCODER, _CROSS = "model.encoder.", (".cross_attn.k_proj.", ".cross_attn.v_proj.")
 _TOKEN_TABLE, _POSITION_TABLE = "model.embed_tokens.", "model.embed_positions."
 # Steps before the timed ones: the first grows the buffers and binds them.
 _WARM_UP_STEPS = 2
@@ -70,6 +74,9 @@ def bench(
     session = open_session()
     load_s = time.perf_counter() - start
     options = _checked(options, session.contract)
+    encode = None
+    if has_encoder(session):
+        session, encode = with_sources(session, options)
     first, *runs = _time_runs(session, options, tokenizer)
     decoding = _time_steps(session, options)
     prefill = Timing.of([run.prefill_s for run in runs])
@@ -86,6 +93,7 @@ def bench(
         load_s=load_s,
         first_run_s=first.first_token_s,
         time_to_first_token=Timing.of([run.first_token_s for run in runs]),
+        encode=encode,
         prefill=prefill,
         prefill_tokens_per_s=options.batch_size * options.prompt_tokens / prefill.median_s,
         loop_overhead=Timing.of([gap for run in runs for gap in run.gaps_s]),
@@ -99,8 +107,8 @@ def bench(
 def weights_read(bundle: Bundle, target: str | None = None) -> int:
     """Bytes of the weights that a decode step reads, as the target stores them, or the bundle where it has none.
 
-    That is all of them except those of prefill alone, and embedding tables: of those a step reads a row, unless the
-    table is the head too.
+    That is all of them except those of prefill or an encoder alone, and embedding tables: of those a step reads a row,
+    unless the table is the head too.
     """
     own = None if target is None else bundle.target_path(target) / WEIGHTS_FILE
     path = own if own is not None and own.is_file() else bundle.path / WEIGHTS_FILE
@@ -111,7 +119,9 @@ def weights_read(bundle: Bundle, target: str | None = None) -> int:
     ranges = [
         entry["data_offsets"]
         for name, entry in header.items()
-        if not name.startswith(_PREFILL) and not name.removeprefix(_DECODE).startswith(tables)
+        if not name.startswith((_PREFILL, _ENCODER))
+        and not any(part in name for part in _CROSS)
+        and not name.removeprefix(_DECODE).startswith(tables)
     ]
     return sum(stop - start for start, stop in ranges)
 
@@ -154,10 +164,7 @@ class _Decoding:
 
 def _checked(options: BenchOptions, contract: Contract) -> BenchOptions:
     """The options with their defaults filled in, if they fit the model."""
-    if contract.encoder is not None:
-        raise ValueError(
-            "the model has an encoder, and a benchmark without sources would leave it out; kvgraph run shows its speed"
-        )
+    source_tokens = check_source_tokens(contract, options.source_tokens)
     most = contract.capacity or contract.max_positions
     limit = most if options.limit is None else options.limit
     contexts = options.contexts or (options.prompt_tokens,)
@@ -171,7 +178,7 @@ def _checked(options: BenchOptions, contract: Contract) -> BenchOptions:
             f"prompt_tokens {options.prompt_tokens} and new_tokens {options.new_tokens} exceed the {limit} slots of "
             "the cache; ask for fewer"
         )
-    return replace(options, limit=limit, contexts=contexts)
+    return replace(options, limit=limit, contexts=contexts, source_tokens=source_tokens)
 
 
 def _random_ids(options: BenchOptions, contract: Contract, tokens: int) -> Ids:
@@ -250,7 +257,8 @@ def _speeds(
     speeds = []
     for steps in decoding.steps:
         step = Timing.of(steps.durations_s)
-        bytes_read = weights + options.batch_size * steps.context * per_token
+        a_row = steps.context * per_token + source_bytes(session.contract, options.source_tokens)
+        bytes_read = weights + options.batch_size * a_row
         bytes_per_s = bytes_read / step.median_s
         speed = DecodeSpeed(
             context=steps.context,

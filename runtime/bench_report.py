@@ -17,6 +17,7 @@ class BenchOptions:
 
     Attributes:
         prompt_tokens: Tokens of each row's prompt.
+        source_tokens: Tokens of each row's source, for a model with an encoder: 128, or as many as it takes.
         new_tokens: Tokens that each row then generates, and steps that are timed at each context.
         contexts: Tokens in use, that of the step included, at which decode is timed; default: `prompt_tokens`.
         batch_size: Rows.
@@ -31,6 +32,7 @@ class BenchOptions:
     """
 
     prompt_tokens: int = 128
+    source_tokens: int | None = None
     new_tokens: int = 32
     contexts: tuple[int, ...] = ()
     batch_size: int = 1
@@ -42,7 +44,11 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         least = {"prompt_tokens": 1, "new_tokens": 2, "batch_size": 1, "runs": 1}
-        least |= {name: 1 for name in ("prefill_chunk", "threads") if getattr(self, name) is not None}
+        least |= {
+            name: 1
+            for name in ("source_tokens", "prefill_chunk", "threads")
+            if getattr(self, name) is not None
+        }
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected {smallest} or more")
@@ -72,7 +78,7 @@ class DecodeSpeed:
         capacity: T, slots of the buffers.
         step: Time of the session's decode call.
         tokens_per_s: Tokens of all rows a second, by the median.
-        bytes_read: Weights and cache that a step has to read, as the bundle stores them.
+        bytes_read: Weights, cache and what is read of a source that a step has to read, as the bundle stores them.
         bytes_per_s: The same a second, by the median.
         bandwidth_share: Of the machine's measured memory bandwidth, above 1 where the weights stay in a CPU cache; None
             where it was not measured.
@@ -104,6 +110,7 @@ class BenchReport:
         load_s: Opening the session, the import of its runtime included.
         first_run_s: From a prompt to its first token in the first run, which reads the weights from disk or its cache.
         time_to_first_token: The same in later runs.
+        encode: Time of encoding all sources, which is not in the time to the first token; None without an encoder.
         prefill: Time of the session's prefill calls for all prompts.
         prefill_tokens_per_s: Prompt tokens of all rows a second, by the median.
         loop_overhead: What the generation loop takes between two calls of the session: sampling, text, stop rules.
@@ -126,6 +133,7 @@ class BenchReport:
     load_s: float
     first_run_s: float
     time_to_first_token: Timing
+    encode: Timing | None
     prefill: Timing
     prefill_tokens_per_s: float
     loop_overhead: Timing

@@ -210,6 +210,35 @@ def test_quantize_rounds_the_weights_of_all_graphs(bundle: Path, tmp_path: Path)
     assert main(["compare", str(output), *flags]) == 0
 
 
+def test_bench_times_the_encoder_apart(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvgraph.runtime.bench.read_bandwidth", lambda threads: 1e9)
+    report = tmp_path / "bench.json"
+    sizes = [
+        "--source-tokens",
+        "20",
+        "--prompt-tokens",
+        "4",
+        "--new-tokens",
+        "4",
+        "--batch",
+        "2",
+        "--runs",
+        "2",
+    ]
+    assert main(["bench", str(bundle), *sizes, "--json", str(report)]) == 0
+    data = json.loads(report.read_text())
+    assert data["encode"]["count"] == 2
+    assert data["options"]["source_tokens"] == 20
+    # Of a layer: self-attention, the queries and the output of cross-attention, the feed-forward part, three norms.
+    layer = 4 * (900 + 30) + 2 * (900 + 30) + 2 * 30 * 36 + 36 + 30 + 3 * 60
+    weights = 2 * layer + 97 * 30 + 97 + 60
+    # Two rows of 4 tokens and of 20 source tokens, keys and values of 30 in two layers.
+    assert data["decode"][0]["bytes_read"] == 4 * (weights + 2 * (4 + 20) * 2 * 30 * 2)
+    assert "encode" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kernels", ["kvgraph", "onnxruntime"])
 def test_ort_cpu_target_computes_the_same(
     bundle: Path, tmp_path: Path, kernels: str, capsys: pytest.CaptureFixture[str]
@@ -227,7 +256,7 @@ def test_ort_cpu_target_computes_the_same(
     ("arguments", "message"),
     [
         (["perplexity", "BUNDLE", "--text", "TEXT"], "a text alone has no perplexity"),
-        (["bench", "BUNDLE"], "the model has an encoder"),
+        (["bench", "BUNDLE", "--source-tokens", "65"], "source_tokens is 65, the encoder takes 64"),
         (["run", "BUNDLE", "--chat"], "chat template"),
         (["compare", "BUNDLE", "--save-polygraphy", "TEXT.d"], "--save-polygraphy is for models without"),
         (

@@ -11,7 +11,7 @@ from kvgraph.files import check_folder
 from kvgraph.table import format_table
 
 if TYPE_CHECKING:
-    from kvgraph.runtime.bench_report import BenchReport, DecodeSpeed, Timing
+    from kvgraph.runtime.bench_report import BenchOptions, BenchReport, DecodeSpeed, Timing
     from kvgraph.runtime.session import Session
 
 NAME = "bench"
@@ -28,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # What is not given is left to the library, so that each default is written down once.
     sizes = parser.add_argument_group("sizes", argument_default=argparse.SUPPRESS)
     sizes.add_argument("--prompt-tokens", type=int, metavar="N", help="tokens of each prompt (128)")
+    sizes.add_argument(
+        "--source-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of each source, for a model with an encoder (128, or as many as it takes)",
+    )
     sizes.add_argument(
         "--new-tokens", type=int, metavar="N", help="tokens to generate, and steps to time at a context (32)"
     )
@@ -95,7 +101,8 @@ def _setting(report: BenchReport) -> str:
         ("system", f"{machine.system}, Python {machine.python}, NumPy {machine.numpy}"),
         (
             "sizes",
-            f"batch {options.batch_size}, {options.prompt_tokens} prompt and {options.new_tokens} new tokens, "
+            f"batch {options.batch_size}, {_source(options)}{options.prompt_tokens} prompt and "
+            f"{options.new_tokens} new tokens, "
             f"cache limit {options.limit}, threads {threads}, {options.runs} runs, seed {options.seed}",
         ),
     ]
@@ -108,10 +115,20 @@ def _phases(report: BenchReport) -> str:
         ("load", _time(report.load_s), "", "", ""),
         ("first token, first run", _time(report.first_run_s), "", "", ""),
         ("first token", *_timing(report.time_to_first_token), ""),
+        *([] if report.encode is None else [("encode", *_timing(report.encode), _source_rate(report))]),
         ("prefill", *_timing(report.prefill), f"{report.prefill_tokens_per_s:,.1f} tokens/s"),
         ("loop outside the session, a step", *_timing(report.loop_overhead), ""),
     ]
     return format_table(rows, "lrrrr")
+
+
+def _source(options: BenchOptions) -> str:
+    return "" if options.source_tokens is None else f"{options.source_tokens} source, "
+
+
+def _source_rate(report: BenchReport) -> str:
+    tokens = report.options.batch_size * (report.options.source_tokens or 0)
+    return "" if report.encode is None else f"{tokens / report.encode.median_s:,.1f} tokens/s"
 
 
 def _decode(speeds: tuple[DecodeSpeed, ...]) -> str:
