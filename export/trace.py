@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvgraph.export import contract as names
 from kvgraph.export.contract import GraphName
 from kvgraph.export.passes.canonicalize import canonicalize
+from kvgraph.export.registry import one_registry
 from kvgraph.export.translate import OPSET, translation_table
 from kvgraph.models.config import ModelConfig
 from kvgraph.models.decoder import Decoder
@@ -123,7 +124,7 @@ def trace(module: nn.Module, arguments: Sequence[Argument]) -> ir.Graph:
         {axis: dims[dim] for axis, dim in enumerate(argument.shape) if isinstance(dim, str)}
         for argument in arguments
     )
-    with _quiet():
+    with _quiet(), one_registry():
         program = torch.export.export(
             _Called(module, [argument.name for argument in arguments if argument.keyword]),
             inputs,

@@ -88,11 +88,8 @@ def packers() -> ModuleType:
 def quick_tracing() -> Iterator[None]:
     """Keeps tracing, which takes seconds, from doing a thing twice.
 
-    torch.onnx.export reads the source of its whole operator library at every call; and exports of one model that differ
-    in other options than types have the same pieces.
+    Exports of one model that differ in other options than types have the same pieces.
     """
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
     from kvgraph.export import exporter
     from kvgraph.export.architecture import TracedGraph
     from kvgraph.models.encoder_decoder import Model
@@ -106,9 +103,7 @@ def quick_tracing() -> Iterator[None]:
             traced[key] = trace_graph(model, graph)
         return traced[key]
 
-    library = functools.cache(ONNXRegistry.from_torchlib)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(library))
         patch.setattr(exporter, "trace_graph", trace_once)
         yield
 
