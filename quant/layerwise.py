@@ -29,6 +29,7 @@ from kvgraph.quant.formats import Floats
 from kvgraph.quant.layer_graph import EMBEDDING_TABLE, LayeredGraph, Piece
 from kvgraph.runtime.ort_load import import_onnxruntime, session_options
 from kvgraph.runtime.session import Ids
+from kvgraph.runtime.threads import Threads
 
 # Activations of one call; a longer sequence makes a call of its own.
 _TOKENS_PER_CALL = 2048
@@ -92,7 +93,9 @@ class PieceRunner:
         onnxruntime = import_onnxruntime()
         self.piece = piece
         self._session = onnxruntime.InferenceSession(
-            piece.serialize(), session_options(None, False), providers=["CPUExecutionProvider"]
+            piece.serialize(),
+            session_options(Threads(), mapped_weights=False),
+            providers=["CPUExecutionProvider"],
         )
 
     def __call__(

@@ -15,6 +15,7 @@ from kvgraph.runtime.generate import generate, stream
 from kvgraph.runtime.generation import Event, Generation, GenerationParams, Options
 from kvgraph.runtime.open import open_session
 from kvgraph.runtime.session import Cache, Ids, Session
+from kvgraph.runtime.threads import Threads
 from kvgraph.runtime.tokenizer import TOKENIZER, Tokenizer
 
 _PROMPTS = "a text, token ids, or a list of texts or of lists of token ids"
@@ -131,7 +132,12 @@ class Model:
 
 
 def load(
-    path: str | Path, target: str | None = None, *, device: str | None = None, verify: bool = False
+    path: str | Path,
+    target: str | None = None,
+    *,
+    device: str | None = None,
+    threads: int | Threads | None = None,
+    verify: bool = False,
 ) -> Model:
     """Open a bundle for generation.
 
@@ -139,6 +145,7 @@ def load(
         path: The bundle.
         target: Name of what `kvgraph build` made of it; None runs the ONNX files themselves.
         device: "cpu", "cuda" or "cuda:1"; default "cpu", and "cuda" for targets that are made for a GPU.
+        threads: What computes on a CPU: a number of threads, default one a core, or more about them.
         verify: Hash all files, and not only compare their sizes.
 
     Raises:
@@ -154,7 +161,7 @@ def load(
     bundle = Bundle.open(path, verify)
     tokenizer = Tokenizer.load(bundle.path, bundle.config) if TOKENIZER in bundle.files else None
     model = Model(
-        session=open_session(bundle, target, device, verify=verify),
+        session=open_session(bundle, target, device, threads=threads, verify=verify),
         tokenizer=tokenizer,
         chat_template=None if tokenizer is None else ChatTemplate.load(bundle.path, tokenizer),
         eos_token_ids=tuple(bundle.config["eos_token_ids"]) if tokenizer is None else tokenizer.eos_token_ids,

@@ -11,6 +11,7 @@ from kvgraph.runtime.kernels import library_path
 from kvgraph.runtime.machine import why_no_gpu
 from kvgraph.runtime.session import Session
 from kvgraph.runtime.target import Target, available_targets
+from kvgraph.runtime.threads import Threads
 
 if TYPE_CHECKING:
     from kvgraph.runtime.ort import OrtSession
@@ -25,7 +26,7 @@ def open_session(
     target: str | None = None,
     device: str | None = None,
     *,
-    threads: int | None = None,
+    threads: int | Threads | None = None,
     verify: bool = False,
 ) -> Session:
     """A session over a bundle's canonical graphs, or over what `kvgraph build` made of them.
@@ -34,7 +35,7 @@ def open_session(
         bundle: What to run.
         target: Name of a target; None runs prefill.onnx and decode.onnx themselves under ONNX Runtime.
         device: "cpu", "cuda" or "cuda:1"; default "cpu", and "cuda" for targets that are made for a GPU.
-        threads: Threads within an operator on a CPU, default one a core.
+        threads: What computes on a CPU: a number of threads, default one a core, or more about them.
         verify: Hash the files of the target.
 
     Raises:
@@ -66,7 +67,7 @@ def open_session(
 
 
 def _open_ort(
-    bundle: Bundle, target: Target | None, kind: str, device_id: int, threads: int | None
+    bundle: Bundle, target: Target | None, kind: str, device_id: int, threads: int | Threads | None
 ) -> Session:
     from kvgraph.runtime.ort_load import CPU_PROVIDER, CUDA_PROVIDER
 

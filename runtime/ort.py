@@ -25,6 +25,7 @@ from kvgraph.runtime.ort_load import (
 )
 from kvgraph.runtime.resident_weights import WEIGHTS_FILE, load_weights
 from kvgraph.runtime.session import Cache, Floats, Ids, SessionInfo
+from kvgraph.runtime.threads import Threads
 
 
 class OrtSession:
@@ -32,16 +33,15 @@ class OrtSession:
 
     Float32 weights are used where they lie in the mapped file, so that the two graphs share one copy of them and
     opening takes no time. ONNX Runtime would repack them for each graph instead: twice the memory, the same speed in
-    decode, and 10% (512 tokens) to 30% (128 tokens) less time in prefill; `pack_weights` asks for that in prefill.
+    decode, and 10% (512 tokens) to 30% (128 tokens) less time in prefill; the target "ort-cpu" is faster than either.
     Other weights are converted when a graph is opened, each graph has its own copy.
 
     Args:
         bundle: What to run.
         providers: ONNX Runtime execution providers; it is an error if one of them is not used.
         device_id: Which GPU.
-        threads: Threads within an operator, default one a core.
+        threads: What computes on a CPU: a number of threads, default one a core, or more about them.
         debug_outputs: Give `hidden_states` after each call; the graphs must have them as outputs.
-        pack_weights: Repack float32 weights for prefill.
         graphs: Bytes to run instead of the bundle's ONNX files; without decode, prefill does its work, too.
         contract: What `graphs` promise, default the bundle's contract.
         folder: Where the external data of `graphs` lies, default the bundle.
@@ -59,9 +59,8 @@ class OrtSession:
         *,
         providers: Sequence[str] = (CPU_PROVIDER,),
         device_id: int = 0,
-        threads: int | None = None,
+        threads: int | Threads | None = None,
         debug_outputs: bool = False,
-        pack_weights: bool = False,
         graphs: Mapping[GraphName, bytes] | None = None,
         contract: Contract | None = None,
         folder: Path | None = None,
@@ -83,8 +82,7 @@ class OrtSession:
                 self._sessions[name], self._hidden[name] = self._sessions["prefill"], self._hidden["prefill"]
                 continue
             label = graph_file(name)
-            in_file = mapped and not (pack_weights and name == "prefill")
-            options = session_options(threads, in_file, library, self._weights)
+            options = session_options(Threads.of(threads), mapped, library, self._weights)
             source = bundle.graph_path(name) if graphs is None else graphs[name]
             session = load_graph(label, source, folder or bundle.path, options, providers, device_id)
             check_interface(label, session, self._contract.graph(name), hidden_names)

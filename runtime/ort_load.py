@@ -11,6 +11,7 @@ from typing import Any
 from kvgraph.export.contract import GraphSpec, TensorSpec
 from kvgraph.runtime.element_types import element_type
 from kvgraph.runtime.machine import int8_products_saturate
+from kvgraph.runtime.threads import Threads
 
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
@@ -66,7 +67,7 @@ def check_providers(providers: Sequence[str]) -> None:
 
 
 def session_options(
-    threads: int | None,
+    threads: Threads,
     mapped_weights: bool,
     library: Path | None = None,
     weights: Mapping[str, Any] = MappingProxyType({}),
@@ -74,22 +75,16 @@ def session_options(
     """Session options that both graphs share.
 
     Args:
-        threads: Threads within an operator, None for one a core.
+        threads: What computes on a CPU.
         mapped_weights: Use the weights where they lie in the mapped file instead of in a repacked copy.
         library: The shared library of the operators that are not ONNX Runtime's own.
         weights: Initializers by name, as OrtValues that outlive the session; it uses them where they lie.
-
-    Raises:
-        ValueError: `threads` is below 1.
     """
     options = import_onnxruntime().SessionOptions()
     options.log_severity_level = 3
     # A freshly filled cache holds denormals, over which Attention takes half as long again.
     options.add_session_config_entry("session.set_denormal_as_zero", "1")
-    if threads is not None:
-        if threads < 1:
-            raise ValueError(f"threads is {threads}, expected 1 or more, or None for one a core")
-        options.intra_op_num_threads = threads
+    threads.configure(options)
     if library is not None:
         options.register_custom_ops_library(str(library))
     for name, value in weights.items():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvgraph.files import check_folder
 from kvgraph.table import format_table
+from kvgraph.thread_arguments import add_thread_arguments, threads_of
 
 if TYPE_CHECKING:
     from kvgraph.runtime.bench_report import BenchOptions, BenchReport, DecodeSpeed, Timing
@@ -51,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument(
         "--prefill-chunk", type=int, metavar="N", help="feed the prompt N tokens at a time (all at once)"
     )
-    sizes.add_argument("--threads", type=int, metavar="N", help="threads on a CPU (one a core)")
     sizes.add_argument("--runs", type=int, metavar="N", help="runs that count, after one to warm up (3)")
     sizes.add_argument("--seed", type=int, metavar="N", help="of the random token ids (0)")
+    add_thread_arguments(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
 
 
@@ -74,8 +75,10 @@ def run(args: argparse.Namespace) -> int:
     bundle = Bundle.open(args.bundle)
     tokenizer = Tokenizer.load(bundle.path, bundle.config) if TOKENIZER in bundle.files else None
 
+    threads = threads_of(args)
+
     def opened() -> Session:
-        return open_session(bundle, args.target, args.device, threads=options.threads)
+        return open_session(bundle, args.target, args.device, threads=threads)
 
     report = bench(bundle, opened, options, tokenizer, args.target)
     print(render(report))

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from kvgraph.thread_arguments import add_thread_arguments, threads_of
+
 if TYPE_CHECKING:
     from kvgraph.runtime.generation import Event, Options
     from kvgraph.runtime.model import Model, Prompt
@@ -32,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 file with that text")
     source.add_argument("--token-ids", type=_integers, metavar="1,2,3", help="the prompt as token ids")
     source.add_argument("--chat", action="store_true", help="talk: each line of stdin is a turn")
+    add_thread_arguments(parser)
     # What is not given is left to the library, so that each default is written down once.
     options = parser.add_argument_group("generation", argument_default=argparse.SUPPRESS)
     options.add_argument("--max-new-tokens", type=int, metavar="N", help="default: until the cache is full")
@@ -79,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             f"--chat shows an answer as it is made, which --num-beams {num_beams} cannot; leave one out"
         )
     prompt = _read_prompt(args)
-    model = load(args.bundle, args.target, device=args.device, verify=args.verify)
+    model = load(args.bundle, args.target, device=args.device, threads=threads_of(args), verify=args.verify)
     info = model.session.info
     print(f"{info.source}: {info.runtime} {info.version} on {info.device}, {info.dtype}", file=sys.stderr)
     if prompt is None:

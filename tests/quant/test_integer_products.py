@@ -15,6 +15,7 @@ from onnx import helper, numpy_helper
 from kvgraph.export.bundle import Bundle
 from kvgraph.runtime import ort_load
 from kvgraph.runtime.ort import OrtSession
+from kvgraph.runtime.threads import Threads
 
 INPUTS, OUTPUTS = 256, 48
 SCALES = 0.5, 0.25
@@ -66,7 +67,7 @@ def test_products_equal_integer_arithmetic(
     if not saturates and ort_load.int8_products_saturate():
         pytest.skip("this CPU has no VNNI")
     monkeypatch.setattr(ort_load, "int8_products_saturate", lambda: saturates)
-    options = ort_load.session_options(1, mapped_weights=False)
+    options = ort_load.session_options(Threads(1), mapped_weights=False)
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     content, weights = product_model(products)
     session = onnxruntime.InferenceSession(content, options)

@@ -14,6 +14,7 @@ from kvgraph.export.exporter import expose_hidden_states
 from kvgraph.export.passes.bind_capacity import bind_capacity
 from kvgraph.runtime import ort_cache
 from kvgraph.runtime.ort import OrtSession
+from kvgraph.runtime.threads import Threads
 
 V = 97
 # float32 sums in another order.
@@ -225,9 +226,10 @@ class TestCalls:
         with pytest.raises(ValueError, match="threads is 0, expected 1 or more"):
             OrtSession(bundle, threads=0)
 
-    def test_packed_weights_give_the_same_logits(self, bundle, session, ids):
-        packed = OrtSession(bundle, threads=1, pack_weights=True)
-        found, expected = (prefill(one, one.allocate_cache(2), ids) for one in (packed, session))
+    @pytest.mark.parametrize("threads", [Threads(2, spin=False), Threads(cores=(1, 0))])
+    def test_threads_give_the_same_logits(self, bundle, session, ids, threads):
+        other = OrtSession(bundle, threads=threads)
+        found, expected = (prefill(one, one.allocate_cache(2), ids) for one in (other, session))
         np.testing.assert_allclose(found, expected, atol=TOLERANCE)
 
 

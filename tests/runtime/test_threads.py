@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import onnxruntime
+import pytest
+
+from kvgraph.runtime.threads import Threads
+from kvgraph.thread_arguments import add_thread_arguments, threads_of
+
+SPINNING = "session.intra_op.allow_spinning"
+AFFINITIES = "session.intra_op_thread_affinities"
+
+
+def entry(options: Any, name: str) -> str | None:
+    try:
+        return str(options.get_session_config_entry(name))
+    except RuntimeError:
+        return None
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_thread_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_a_number_is_a_count() -> None:
+    options = onnxruntime.SessionOptions()
+    Threads.of(3).configure(options)
+    assert (options.intra_op_num_threads, entry(options, SPINNING), entry(options, AFFINITIES)) == (
+        3,
+        None,
+        None,
+    )
+
+
+def test_threads_are_bound_behind_the_calling_one() -> None:
+    options = onnxruntime.SessionOptions()
+    Threads(spin=False, cores=(4, 0, 2)).configure(options)
+    # The runtime counts processors from 1.
+    assert (options.intra_op_num_threads, entry(options, SPINNING), entry(options, AFFINITIES)) == (
+        3,
+        "0",
+        "1;3",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"count": 0}, "threads is 0, expected 1 or more"),
+        ({"cores": (1, 1)}, "each once"),
+        ({"cores": (-1,)}, "from 0 on"),
+        ({"count": 3, "cores": (0, 1)}, "cores names 2, expected one for each of 3 threads"),
+        ({"cores": ()}, "cores names 0"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Threads(**arguments)
+
+
+def test_flags() -> None:
+    assert threads_of(parsed()) is None
+    assert threads_of(parsed("--threads", "2", "--no-spin")) == Threads(2, spin=False)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux binds processes to processors")
+def test_cores_bind_the_process() -> None:
+    usable = os.sched_getaffinity(0)
+    core = max(usable)
+    try:
+        assert threads_of(parsed("--cores", str(core))) == Threads(cores=(core,))
+        assert os.sched_getaffinity(0) == {core}
+    finally:
+        os.sched_setaffinity(0, usable)
+    with pytest.raises(ValueError, match="--cores names 100000; this process may use"):
+        threads_of(parsed("--cores", "100000"))
