@@ -15,7 +15,7 @@ namespace kvgraph {
 namespace {
 
 constexpr int kRowTiles = 4, kTile = 16;  // rows of the input: 4 tiles of 16
-constexpr int kFewRows = 8;               // up to here AVX-512 is faster
+constexpr int kFewRows = 12;              // up to here AVX-512 is faster
 constexpr int64_t kInputLine = kBlock;    // bytes of a row of an input tile
 constexpr int64_t kBlockBytes = kBlock * kPanel;
 
