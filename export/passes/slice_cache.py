@@ -6,12 +6,14 @@ graph gets an input `context_length` [1] int64, at least max(past_length) + S an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import onnx_ir as ir
 
-from kvgraph.export.contract import CAPACITY, CONTEXT_LENGTH, Contract
+from kvgraph.export.contract import CAPACITY, CONTEXT_LENGTH, Contract, StateTensor
 from kvgraph.export.passes.constants import int64_constant
 
-_SLOT_AXIS = 2
+_SLOT_AXIS, _FLOAT8 = 2, "float8"
 
 
 def slice_cache(model: ir.Model, contract: Contract) -> bool:
@@ -19,13 +21,14 @@ def slice_cache(model: ir.Model, contract: Contract) -> bool:
 
     Rules:
         * What reads a buffer after its scatter reads `Slice(buffer, 0, context_length)`; the output stays whole.
-        * What reads the buffer of a delta cache, which is not written, reads the same slice of it.
+        * What reads the buffer of a delta cache, which is not written, reads the same slice of it; of FP8 values the
+          slice is taken behind `DequantizeLinear`, as TensorRT lets nothing else read them.
         * What asks a buffer for its capacity is given `context_length`: the slots, and so the masks, follow.
         * A mask that was made without asking (its capacity is a constant) is sliced along its last axis.
         * Attention to a source, whose keys are inputs as they are, has nothing to do with the cache.
 
     Raises:
-        ValueError: A node reads the capacity together with other dimensions.
+        ValueError: A node reads the capacity together with other dimensions, or a mask over a delta cache is constant.
     """
     graph = model.graph
     values = {value.name: value for value in (*graph.inputs, *graph.outputs)}
@@ -41,16 +44,32 @@ def slice_cache(model: ir.Model, contract: Contract) -> bool:
     for value in following:
         _forget_capacity(value, contract)
     for state in contract.state:
-        _slice_readers(graph, values[state.name if state.name in delta else state.output], context)
+        for buffer in _read_buffers(values, state):
+            _slice_readers(graph, buffer, context)
     for node in list(graph):
         if node.op_type != "Attention" or len(node.inputs) <= 3 or _reads_source(node):
             continue
         if node.inputs[3] not in following:
+            if delta:
+                raise ValueError(
+                    f"{graph.name}: the mask of node {node.name!r} does not ask for the capacity, as it has to where "
+                    "new keys follow the past; export and quantize the bundle again"
+                )
             _slice_mask(graph, node, context)
     if not context.uses():
         return False
     graph.inputs.append(context)
     return True
+
+
+def _read_buffers(values: Mapping[str | None, ir.Value], state: StateTensor) -> list[ir.Value]:
+    """The values that a graph reads of a state tensor: what was written, the past, or what FP8 codes stand for."""
+    if state.form == "scatter":
+        return [values[state.output]]
+    past = values[state.name]
+    if not state.dtype.startswith(_FLOAT8):
+        return [past]
+    return [use.node.outputs[0] for use in past.uses() if use.node.op_type == "DequantizeLinear"]
 
 
 def _reads_source(attention: ir.Node) -> bool:

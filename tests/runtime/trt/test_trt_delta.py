@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import pytest
 
 from kvgraph.export.bundle import Bundle
+from kvgraph.export.contract import CONTEXT_LENGTH
+from kvgraph.export.passes.slice_cache import slice_cache
 from kvgraph.quant.bundle_weights import BundleWeights
 from kvgraph.quant.calibrated_plan import calibrate_plan
 from kvgraph.quant.calibration_data import check_sequences
@@ -34,12 +38,13 @@ def bundle(
     exported: Callable[..., Bundle], tiny_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Bundle:
     """A tiny Llama with an INT8 cache."""
-    source, folder = (
-        exported(tiny_llama(max_position_embeddings=256), dtype="float32"),
-        tmp_path_factory.mktemp("int8"),
-    )
+    source = exported(tiny_llama(max_position_embeddings=256), dtype="float32")
+    return quantized(source, CacheScheme("int8", "head"), tmp_path_factory.mktemp("int8"))
+
+
+def quantized(source: Bundle, scheme: CacheScheme, folder: Path) -> Bundle:
     random = np.random.default_rng(11)
-    graph = GraphPlan(Recipe("float", kv_cache=CacheScheme("int8", "head")))
+    graph = GraphPlan(Recipe("float", kv_cache=scheme))
     data = check_sequences([random.integers(0, 97, 60) for _ in range(4)], source, "random")
     with BundleWeights(source) as weights:
         model = LayerwiseModel(source, weights, data)
@@ -82,6 +87,21 @@ def test_a_step_reads_the_cache_up_to_the_context(bundle: Bundle, open_fake: Ope
     session, _, _ = open_fake(bundle, max_context=128)
     for graph in session._target.graphs.values():
         assert "context_length" in graph.shapes
+
+
+def test_float8_codes_are_read_whole_and_cut_behind_what_reads_them(
+    exported: Callable[..., Bundle], tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = exported(tiny_llama(max_position_embeddings=256), dtype="float32")
+    bundle = quantized(source, CacheScheme("float8_e4m3fn", "tensor"), tmp_path)
+    model = ir.from_proto(onnx.load(bundle.graph_path("decode"), load_external_data=False))
+    assert slice_cache(model, bundle.contract)
+    for value in model.graph.inputs:
+        if value.name.startswith("past_key_values."):
+            (reader,) = (use.node for use in value.uses())
+            assert reader.op_type == "DequantizeLinear"
+            (cut,) = (use.node for use in reader.outputs[0].uses())
+            assert (cut.op_type, cut.inputs[2].name) == ("Slice", CONTEXT_LENGTH)
 
 
 def test_beams_move_rows_of_codes(bundle: Bundle, open_fake: OpenFake) -> None:
