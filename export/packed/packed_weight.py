@@ -22,12 +22,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from kvgraph.export.in_order import map_in_order
 from kvgraph.export.packed.panels import (
     BLOCK,
     PANEL,
@@ -120,13 +122,14 @@ class PackedWeight:
         for start, stop in _ranges(0, last, _MAPPED_ELEMENTS // self.in_features):
             with ExitStack() as stack:
                 readers = [stack.enter_context(part.opened()) for part in self.parts]
-                for begin, end in _ranges(start, stop, _SLAB_ELEMENTS // self.in_features):
-                    yield self._slab(readers, begin, end, storage)
+                slabs = _ranges(start, stop, _SLAB_ELEMENTS // self.in_features)
+                yield from map_in_order(partial(self._slab, readers, storage), slabs)
 
     def _slab(
-        self, readers: list[MatrixReader], start: int, stop: int, storage: Storage
+        self, readers: list[MatrixReader], storage: Storage, columns: tuple[int, int]
     ) -> NDArray[np.uint8]:
         """The panels of some columns of the whole, or of some of both gate and up."""
+        start, stop = columns
         if self.gated:
             both = [_encode(self.parts[0], [(reader, start, stop)], storage) for reader in readers]
             return np.stack(both, axis=1).reshape(-1)
