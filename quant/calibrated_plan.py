@@ -12,7 +12,7 @@ from kvgraph.export.contract import GRAPHS, past_key, past_value
 from kvgraph.quant import awq, smooth_quant
 from kvgraph.quant.activation_ranges import choose_scale
 from kvgraph.quant.bundle_weights import NUMPY_TYPES
-from kvgraph.quant.cache_ranges import choose_cache_range
+from kvgraph.quant.cache_ranges import UNROTATED_HEADROOM, VALUE_HEADROOM, choose_cache_range
 from kvgraph.quant.calibration import StatisticsReader, cache_directory, collect_statistics
 from kvgraph.quant.formats import Floats
 from kvgraph.quant.gptq import GptqOptions
@@ -32,6 +32,9 @@ from kvgraph.quant.rescaling import Fold, add_rescaling, find_folds
 from kvgraph.quant.scheme import ActivationScheme, CacheScheme
 from kvgraph.quant.sequential_gptq import GptqQuantizer
 from kvgraph.quant.statistics import CacheStatistics, InputStatistics, LayerStatistics
+
+# Rotated keys are bounded by the lengths of their pairs.
+_HEADROOM = {"key": 1.0, "value": VALUE_HEADROOM, "unrotated_key": UNROTATED_HEADROOM}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,14 +172,17 @@ def _cache_ranges(
 ) -> dict[str, CacheRange]:
     """Offsets and scales of a layer's keys and values."""
     ranges = {}
-    for role, kept in statistics.cache.items():
+    unrotated = scheme.keys == "unrotated" and "unrotated_key" in statistics.cache
+    for role in ("unrotated_key" if unrotated else "key", "value") if statistics.cache else ():
+        kept = statistics.cache[role]
         if role == "value" and piece.name in found.value_factors:
             factors = found.value_factors[piece.name].reshape(kept.mean.shape)
             parts = (kept.low, kept.high, kept.mean, kept.length)
             low, high, mean, length = (part / factors for part in parts)
             kept = CacheStatistics(low, high, mean, length, kept.turned)
-        name = past_key(piece.layer) if role == "key" else past_value(piece.layer)
-        ranges[name] = choose_cache_range(kept, scheme, centred=role == "key")
+        name = past_value(piece.layer) if role == "value" else past_key(piece.layer)
+        chosen = choose_cache_range(kept, scheme, role != "value", _HEADROOM[role])
+        ranges[name] = replace(chosen, unrotated=role == "unrotated_key")
     return ranges
 
 

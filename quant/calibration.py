@@ -22,7 +22,7 @@ from kvgraph.quant.statistics import InputStatistics, LayerStatistics, Statistic
 
 _LOG = logging.getLogger(__name__)
 # Raised whenever statistics change their meaning: older files are then left alone.
-_VERSION = 1
+_VERSION = 2
 
 
 def cache_directory(parent: Path, model: LayerwiseModel) -> Path:

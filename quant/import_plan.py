@@ -142,7 +142,7 @@ def _recipe(
 
 def _cache_scheme(cache: CacheCode, dtype: str) -> CacheScheme:
     exact = all(is_exact(scale, dtype) for scale in cache.scales.values())
-    return CacheScheme(cache.format, "tensor", _scale_form(exact))
+    return CacheScheme(cache.format, "tensor", scale_form=_scale_form(exact))
 
 
 def _cache_ranges(cache: CacheCode, contract: Contract) -> dict[str, CacheRange]:

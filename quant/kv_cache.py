@@ -12,7 +12,8 @@ Neither runtime scatters 8-bit values, so the graph no longer writes the buffer.
 
 By channel, codes stand for themselves and nothing is multiplied over the length of the cache. What is subtracted from
 every key is not added again: it would add the same to all scores of a query. Where something other than plain
-`Attention` reads the cache, scales and offsets are applied to all of it.
+`Attention` reads the cache, scales and offsets are applied to all of it; so they are to keys that are kept without
+their rotary embedding, before they get it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from kvgraph.quant.graph_ops import dequantized
 from kvgraph.quant.key_positions import forget_capacity, place_keys
 from kvgraph.quant.plan import CacheRange
 from kvgraph.quant.quantized_weight import stored_scale
+from kvgraph.quant.rotated_keys import CacheRotation, find_key_rotation, unrotated_keys
 from kvgraph.quant.scheme import CacheScheme
 
 # Format -> how the contract and onnx_ir spell it.
@@ -66,8 +68,9 @@ def quantize_cache(
         ValueError: The graph reads or writes its cache in a way that has no delta form.
     """
     place_keys(model.graph, contract)
+    rotation = CacheRotation(model.graph, contract)
     for tensor in contract.state:
-        _rewrite_state(model.graph, tensor, contract, scheme, ranges[tensor.name])
+        _rewrite_state(model.graph, tensor, contract, scheme, ranges[tensor.name], rotation)
     return bool(contract.state)
 
 
@@ -154,7 +157,12 @@ class _Codec:
 
 
 def _rewrite_state(
-    graph: ir.Graph, tensor: StateTensor, contract: Contract, scheme: CacheScheme, span: CacheRange
+    graph: ir.Graph,
+    tensor: StateTensor,
+    contract: Contract,
+    scheme: CacheScheme,
+    span: CacheRange,
+    rotation: CacheRotation,
 ) -> None:
     past = next(value for value in graph.inputs if value.name == tensor.name)
     index, present = next(pair for pair in enumerate(graph.outputs) if pair[1].name == tensor.output)
@@ -165,26 +173,52 @@ def _rewrite_state(
             f"{graph.name}: {tensor.output!r} is not written by one TensorScatter that alone reads {tensor.name!r}; "
             "this graph's cache has no 8-bit form, leave kv_cache out"
         )
-    update, dtype = scatter.inputs[1], past.dtype
+    update, turn = scatter.inputs[1], find_key_rotation(present) if span.unrotated else None
     assert update is not None
-    assert dtype is not None
-    scale_dtype = ir.DataType.FLOAT if scheme.scale_form == "float32" else dtype
-    scale = stored_scale(span.scale, scale_dtype.numpy())
-    codec = _Codec(graph, tensor.name, scheme.format, dtype, scale, scale_dtype, span.offset)
+    assert past.dtype is not None
+    entries = update if turn is None else unrotated_keys(turn)
+    codec = _codec(graph, tensor, scheme, span, entries)
     readers = [(use.node, use.idx) for use in present.uses()]
     tape = Tape()
-    codes = codec.quantize(tape, update)
+    codes = codec.quantize(tape, entries)
     past.type = codes.type
     old, new = codec.dequantize(tape, past, "past"), codec.dequantize(tape, codes, "new")
-    whole = tape.op("Concat", [old, new], {"axis": 2}, name=f"{tensor.name}/whole")
-    whole.name, whole.type, whole.shape = f"{tensor.name}/whole", old.type, old.shape
+    whole = _named(tape.op("Concat", [old, new], {"axis": 2}), f"{tensor.name}/whole", old)
+    if turn is not None:
+        restored = codec.restore(tape, whole, "whole")
+        turned = rotation.rotate(tape, turn, restored, f"{tensor.name}/turned")
+        if turned.dtype != update.dtype:
+            turned = _named(tape.op("Cast", [turned], {"to": update.dtype}), f"{tensor.name}/cast", update)
     forget_capacity(whole, contract)
     graph.insert_before(scatter, tape.nodes)
     for node, position in readers:
-        _connect(graph, codec, node, position, whole)
+        if turn is None:
+            _connect(graph, codec, node, position, whole)
+        else:
+            node.replace_input_with(position, turned)
     present.name, codes.name = f"{tensor.output}/unused", tensor.output
     graph.outputs[index] = codes
     graph.remove(scatter, safe=True)
+    _remove_unread(graph, update)
+
+
+def _codec(
+    graph: ir.Graph, tensor: StateTensor, scheme: CacheScheme, span: CacheRange, entries: ir.Value
+) -> _Codec:
+    """How these new entries [B, K, S, D] become codes."""
+    assert entries.dtype is not None
+    scale_dtype = ir.DataType.FLOAT if scheme.scale_form == "float32" else entries.dtype
+    scale = stored_scale(span.scale, scale_dtype.numpy())
+    return _Codec(graph, tensor.name, scheme.format, entries.dtype, scale, scale_dtype, span.offset)
+
+
+def _remove_unread(graph: ir.Graph, value: ir.Value) -> None:
+    """Remove what made a value that nothing reads any more."""
+    node: ir.Node | None = value.producer()
+    while node is not None and not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
+        source = node.inputs[0]
+        graph.remove(node, safe=True)
+        node = None if source is None else source.producer()
 
 
 def _connect(graph: ir.Graph, codec: _Codec, node: ir.Node, position: int, whole: ir.Value) -> None:
@@ -216,6 +250,13 @@ def _connect(graph: ir.Graph, codec: _Codec, node: ir.Node, position: int, whole
 
 def _op(tape: Tape, op_type: str, value: ir.Value, other: ir.Value, name: str) -> ir.Value:
     """A new value of the type and shape of another."""
-    result = tape.op(op_type, [value, other], name=name)
-    result.name, result.type, result.shape = name, value.type, value.shape
+    return _named(tape.op(op_type, [value, other], name=name), name, value)
+
+
+def _named(result: ir.Value, name: str, like: ir.Value) -> ir.Value:
+    """A new value with the type and shape of another, and its node, with a name."""
+    node = result.producer()
+    assert node is not None
+    result.name, result.type, result.shape = name, like.type, like.shape
+    node.name = node.name or name
     return result

@@ -8,12 +8,13 @@ one layer's.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 
 from kvgraph.export.contract import hidden_state, present_key, present_value
+from kvgraph.quant.rotated_keys import find_key_rotation, unrotated_keys
 
 PRELUDE, HEAD = "prelude", "head"
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -54,6 +55,8 @@ class Piece:
         inputs: The other inputs: the stream, what layers share, inputs of the whole graph.
         outputs: The values that it was cut for, then whatever else was asked for.
         products: Its matrix products, in the graph's order.
+        unrotated_keys: Which of the outputs are a layer's new keys before their rotary embedding, [B, K, S, D]; None
+            where they have none that could be left for later.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Piece:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     products: tuple[Product, ...]
+    unrotated_keys: str | None = None
 
     @property
     def layer(self) -> int:
@@ -121,8 +125,13 @@ class LayeredGraph:
 
     def layer(self, index: int) -> Piece:
         """A layer: stream and shared values to the next layer's stream and the layer's cache."""
-        outputs = (hidden_state(index + 1), present_key(index), present_value(index))
-        return self._cut(f"layers.{index}", outputs, hidden_state(index), expose_products=True)
+        outputs: tuple[str, ...] = (hidden_state(index + 1), present_key(index), present_value(index))
+        rotation = find_key_rotation(self._values[present_key(index)])
+        keys = None if rotation is None else unrotated_keys(rotation).name
+        if keys is not None:
+            outputs += (keys,)
+        piece = self._cut(f"layers.{index}", outputs, hidden_state(index), expose_products=True)
+        return replace(piece, unrotated_keys=keys)
 
     def head(self, with_logits: bool = False) -> Piece:
         """The last stream to the input of the head's product, and to logits where they are asked for."""

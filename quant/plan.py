@@ -97,10 +97,12 @@ class CacheRange:
     Attributes:
         scale: [], [K] or [K, D], by the scheme's granularity.
         offset: [K, D].
+        unrotated: Whether values are keys before their rotary embedding.
     """
 
     scale: Floats
     offset: Floats
+    unrotated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,18 @@ class QuantizationPlan:
         return self.decode if name == "decode" else self.prefill
 
     @property
+    def rotated(self) -> bool:
+        """Whether the weights are to be rotated first.
+
+        Raises:
+            ValueError: Only one of the recipes says so.
+        """
+        rotations = {self.graph(graph).recipe.rotation for graph in GRAPHS}
+        if len(rotations) > 1:
+            raise ValueError(f"recipes {self.name}: rotation is in one alone; both graphs read one cache")
+        return rotations != {None}
+
+    @property
     def name(self) -> str:
         """As the command line spells it: "int8-wo", or "prefill=int8-sq,decode=int4-wo"."""
         if self.prefill is self.decode:
@@ -176,8 +190,16 @@ def float_plan() -> QuantizationPlan:
 
 
 def with_cache(plan: QuantizationPlan, form: Literal["int8", "fp8"]) -> QuantizationPlan:
-    """A plan whose recipes quantize the cache: INT8 by channel, FP8, whose steps are relative anyway, as a whole."""
-    scheme = CacheScheme("float8_e4m3fn", "tensor") if form == "fp8" else CacheScheme(form, "channel")
+    """A plan whose recipes quantize the cache: INT8 by channel, FP8, whose steps are relative anyway, as a whole.
+
+    Keys are kept without what their rotary embedding does to them: what is left of them without their mean, which then
+    is the same at all positions, is small, and so are its steps.
+    """
+    scheme = (
+        CacheScheme("float8_e4m3fn", "tensor", "unrotated")
+        if form == "fp8"
+        else CacheScheme(form, "channel", "unrotated")
+    )
 
     def add(graph: GraphPlan) -> GraphPlan:
         return replace(graph, recipe=replace(graph.recipe, kv_cache=scheme))

@@ -79,16 +79,21 @@ class CacheScheme:
     Attributes:
         format: "int8" or "float8_e4m3fn".
         granularity: What shares a scale: the whole tensor, a head, or a channel of a head.
+        keys: "rotated": keys are kept as attention reads them; "unrotated": as they are before their rotary embedding,
+            which is then applied to the whole cache at every step; where a layer has none, or one whose angles depend
+            on the total length, keys are kept as they are.
         scale_form: Type that scales are stored in, see `WeightScheme`.
     """
 
     format: str
     granularity: Literal["tensor", "head", "channel"] = "channel"
+    keys: Literal["rotated", "unrotated"] = "rotated"
     scale_form: Literal["float", "float32"] = "float"
 
     def __post_init__(self) -> None:
         _one_of("cache format", self.format, ("int8", "float8_e4m3fn"))
         _one_of("cache granularity", self.granularity, ("tensor", "head", "channel"))
+        _one_of("cache keys", self.keys, ("rotated", "unrotated"))
         _one_of("cache scale_form", self.scale_form, ("float", "float32"))
 
 

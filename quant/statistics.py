@@ -24,6 +24,7 @@ from kvgraph.quant.layerwise import Batch
 
 # Tokens whose activations are kept whole.
 ROWS = 512
+CACHE_ROLES = ("key", "value", "unrotated_key")
 _CACHE_PARTS = ("low", "high", "mean", "length", "turned")
 
 
@@ -67,7 +68,8 @@ class LayerStatistics:
 
     Attributes:
         inputs: Name of the value -> its statistics.
-        cache: "key" and "value" -> their statistics; empty for the head.
+        cache: "key", "value" and, where the layer's piece gives them out, "unrotated_key" -> their statistics; empty
+            for the head.
     """
 
     inputs: Mapping[str, InputStatistics]
@@ -97,7 +99,7 @@ class LayerStatistics:
                 inputs[name] = InputStatistics(largest, file[f"{index}.mean"], rows)
             cache = {
                 role: CacheStatistics(*(file[f"{role}.{part}"] for part in _CACHE_PARTS))
-                for role in ("key", "value")
+                for role in CACHE_ROLES
                 if f"{role}.{_CACHE_PARTS[0]}" in file
             }
         return cls(inputs, cache)
@@ -123,6 +125,8 @@ class StatisticsCollector:
         self._cache_names = (
             {} if layer is None else {"key": present_key(layer), "value": present_value(layer)}
         )
+        if piece.unrotated_keys is not None:
+            self._cache_names["unrotated_key"] = piece.unrotated_keys
         chosen = np.random.default_rng(0).choice(tokens, min(ROWS, tokens), replace=False)
         self._chosen = np.sort(chosen)
         self._inputs = {name: _Extent() for name in piece.product_inputs()}

@@ -134,24 +134,26 @@ def story_file(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="session")
 def calibrated(tmp_path_factory: pytest.TempPathFactory, story_file: Path) -> Callable[..., Bundle]:
-    """Quantizes a bundle that has a tokenizer by a recipe, or by one for each graph, calibrated on stories.
+    """Quantizes a bundle that has a tokenizer by a recipe, or by one for each graph, calibrated on stories or `file`.
 
     Statistics of a bundle are collected once for all recipes.
     """
     statistics = tmp_path_factory.mktemp("statistics")
 
     @functools.cache
-    def quantize(path: Path, prefill: Recipe, decode: Recipe | None) -> Bundle:
+    def quantize(path: Path, prefill: Recipe, decode: Recipe | None, file: Path) -> Bundle:
         bundle = Bundle.open(path)
         graph = GraphPlan(prefill)
         plan = QuantizationPlan(graph, graph if decode is None else GraphPlan(decode))
-        data = read_calibration(story_file, bundle, CalibrationOptions(samples=48))
+        data = read_calibration(file, bundle, CalibrationOptions(samples=48))
         output = tmp_path_factory.mktemp("calibrated") / "bundle"
         with BundleWeights(bundle) as weights:
             complete = calibrate_plan(LayerwiseModel(bundle, weights, data), plan, statistics)
             return quantize_bundle(bundle, complete, output)
 
-    return lambda bundle, prefill, decode=None: quantize(bundle.path, prefill, decode)
+    return lambda bundle, prefill, decode=None, file=None: quantize(
+        bundle.path, prefill, decode, file or story_file
+    )
 
 
 @pytest.fixture(scope="session")
