@@ -3,7 +3,7 @@
 | kind | stored | read by | module |
 |---|---|---|---|
 | matmul | [I, O] | `MatMul` as its second input | `model.layers.0.mlp.up_proj`, `lm_head` |
-| table | [V, E] | `Gather` along V, and by `Gemm` with transB where the head is tied | `model.embed_tokens` |
+| table | [V, E] | `Gather` along V, by `Gemm` with transB as a head that is tied or was | `model.embed_tokens` |
 | experts | [X, I, O] | `Gather` along X, or `MatMul` as its second input | `model.layers.0.mlp.experts.up_proj` |
 
 A table's scales run along E, the inputs of the tied head: in the terms of a matrix product it is [I = E, O = V],
@@ -18,7 +18,7 @@ from typing import Literal
 
 import onnx_ir as ir
 
-from kvgraph.quant.recipe import EMBEDDING
+from kvgraph.quant.recipe import EMBEDDING, LM_HEAD
 
 WEIGHT_SUFFIX = ".weight"
 _ROUTERS = ("gate", "shared_expert_gate")
@@ -111,7 +111,7 @@ def _classify(name: str, value: ir.Value) -> Linear | str:
     if len(shape) == 2 and all(
         _is_lookup(use.node, use.idx) or _is_tied_head(use.node, use.idx) for use in uses
     ):
-        if module != EMBEDDING:
+        if module not in (EMBEDDING, LM_HEAD):
             return "is a table other than the token embedding"
         return Linear(module, name, "table", shape)
     readers = sorted({use.node.op_type for use in uses})

@@ -28,6 +28,7 @@ from kvgraph.quant.linears import Linear
 from kvgraph.quant.plan import GraphPlan, QuantizationPlan, needs_calibration, round_to_nearest
 from kvgraph.quant.proof import WeightProof, prove_weights
 from kvgraph.quant.rewrite import dequantize_weight, quantize_inputs, relocate_weights, reorder_inputs
+from kvgraph.quant.rotated_bundle import is_rotated
 from kvgraph.quant.scheme import ActivationScheme
 from kvgraph.quant.tensor_jobs import GraphChoice, TensorJob, choose_schemes, plan_jobs
 from kvgraph.quant.tensor_writer import write_tensor
@@ -44,6 +45,7 @@ def quantize_bundle(
     evaluation: Path | None = None,
     force: bool = False,
     verify: bool = False,
+    source: Bundle | None = None,
 ) -> Bundle:
     """Write the quantized bundle, read it back and prove its weights; nothing is left behind where that fails.
 
@@ -54,6 +56,7 @@ def quantize_bundle(
         evaluation: Text to measure both bundles on.
         force: Replace a bundle that is there.
         verify: Hash the files of `bundle` meanwhile, as `Bundle.open` does before.
+        source: What `bundle` was made from by a rotation; default `bundle`.
 
     Returns:
         The new bundle; its `quantization` says what was quantized, what was left and why, and how exactly.
@@ -65,7 +68,8 @@ def quantize_bundle(
         RuntimeError: What was written does not give the weights back.
     """
     _refuse(bundle, plan, evaluation)
-    refuse_output(bundle, output)
+    source = source or bundle
+    refuse_output(source, output)
     text = None if evaluation is None else read_evaluation_text(evaluation, bundle)
     with (
         BundleWeights(bundle) as weights,
@@ -74,10 +78,10 @@ def quantize_bundle(
     ):
         quantized, proof = fill_bundle(directory, bundle, weights, plan)
         sizes = {
-            "float": bundle.files[WEIGHTS_FILE].size,
+            "float": source.files[WEIGHTS_FILE].size,
             "quantized": quantized.files[WEIGHTS_FILE].size,
         }
-        quantization = {"source_digest": bundle.digest(), "size": sizes, **proof.to_json()}
+        quantization = {"source_digest": source.digest(), "size": sizes, **proof.to_json()}
         if text is not None:
             quantization["evaluation"] = evaluate_bundle(bundle, quantized, text).to_json()
         write_description(replace(quantized, quantization=quantization))
@@ -151,6 +155,12 @@ def _refuse(bundle: Bundle, plan: QuantizationPlan, evaluation: Path | None) -> 
         names = dict.fromkeys(recipe["name"] for recipe in bundle.recipe.values())
         raise ValueError(
             f"{bundle.path}: is quantized already ({', '.join(names)}); quantize the float bundle that it was made from"
+        )
+    if plan.rotated != is_rotated(bundle):
+        asked, there = ("a rotation", "none") if plan.rotated else ("none", "one")
+        raise ValueError(
+            f"recipe {plan.name!r} asks for {asked} and {bundle.path} has {there}; give what rotated_bundle makes of a "
+            "bundle where a recipe has rotation, and only there"
         )
     if bundle.contract.encoder is not None:
         _refuse_for_encoders(bundle, plan, evaluation)

@@ -4,6 +4,7 @@ A recipe is one of the TOML files beside this module, by name, or a TOML or JSON
 
     name = "my-recipe"
     algorithm = "gptq"            # rtn (default), gptq or awq
+    rotation = "hadamard"         # leave out for none; the model's function stays, see kvgraph.quant.rotation
     smooth_quant = 0.5            # alpha of SmoothQuant, or "search"
     lm_head = "keep"              # keep (default), or "linear": quantized as every other matrix
     embedding = "keep"            # keep (default), or "linear"
@@ -65,6 +66,7 @@ class Recipe:
         algorithm: How codes are chosen: round to nearest, GPTQ, AWQ.
         smooth_quant: Alpha of SmoothQuant, "search" for each layer's best, or None.
         kv_cache: How the cache is quantized.
+        rotation: "hadamard" spreads the channels of the residual stream and of values before anything else is done.
         origin: Of a recipe that a checkpoint brought: its method, and what it says of its quantization; else None.
     """
 
@@ -76,12 +78,17 @@ class Recipe:
     algorithm: str = "rtn"
     smooth_quant: float | Literal["search"] | None = None
     kv_cache: CacheScheme | None = None
+    rotation: Literal["hadamard"] | None = None
     origin: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
             raise ValueError(
                 f"recipe {self.name!r}: algorithm is {self.algorithm!r}, expected one of {', '.join(ALGORITHMS)}"
+            )
+        if self.rotation not in (None, "hadamard"):
+            raise ValueError(
+                f'recipe {self.name!r}: rotation is {self.rotation!r}, expected "hadamard" or none'
             )
         smooth = self.smooth_quant
         if not (smooth is None or smooth == "search" or (isinstance(smooth, float) and 0 <= smooth <= 1)):

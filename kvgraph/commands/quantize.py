@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvgraph.files import check_folder
 
@@ -68,19 +68,24 @@ def run(args: argparse.Namespace) -> int:
     from kvgraph.export.bundle import Bundle
     from kvgraph.quant.quantizer import quantize_bundle, refuse_output
     from kvgraph.quant.report import format_quantization
+    from kvgraph.quant.rotated_bundle import rotated_bundle
 
+    plan = _plan(args)
     # Before calibration, which may take an hour; without, while the weights are rounded.
-    at_once = args.calibration is not None
+    at_once = args.calibration is not None or plan.rotated
     source = Bundle.open(args.bundle, verify=at_once)
     evaluation = None if args.evaluation is None else Path(args.evaluation)
     refuse_output(source, args.output)
     if args.plot is not None:
         check_folder(args.plot)
     with ExitStack() as stack:
-        plan = _plan(args, source, stack)
-        bundle = quantize_bundle(
-            source, plan, args.output, evaluation=evaluation, force=args.force, verify=not at_once
-        )
+        bundle = source
+        if plan.rotated:
+            bundle = stack.enter_context(rotated_bundle(source, Path(args.output).resolve().parent))
+        if args.calibration is not None:
+            plan = _calibrated(args, bundle, plan, stack)
+        options: dict[str, Any] = {"evaluation": evaluation, "force": args.force, "source": source}
+        bundle = quantize_bundle(bundle, plan, args.output, verify=not at_once, **options)
     print(format_quantization(bundle, args.explain))
     if args.plot is not None:
         from kvgraph.quant.plot import plot_quantization
@@ -91,8 +96,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace, bundle: Bundle, stack: ExitStack) -> QuantizationPlan:
-    """The recipes with everything that data tells; what that reads is open until `stack` closes."""
+def _plan(args: argparse.Namespace) -> QuantizationPlan:
+    """The recipes, where the flags go with them."""
     from kvgraph.quant.plan import float_plan, parse_plan, with_cache
 
     if args.recipe is None and args.kv_cache is None:
@@ -104,13 +109,13 @@ def _plan(args: argparse.Namespace, bundle: Bundle, stack: ExitStack) -> Quantiz
         flags = {**_CALIBRATION_FLAGS, "--auto": "auto"}
         if unused := [flag for flag, name in flags.items() if getattr(args, name) is not None]:
             raise ValueError(f"{unused[0]} is for --calibration FILE; give one, or leave it out")
-        return plan
-    return _calibrated(args, bundle, plan, stack)
+    return plan
 
 
 def _calibrated(
     args: argparse.Namespace, bundle: Bundle, plan: QuantizationPlan, stack: ExitStack
 ) -> QuantizationPlan:
+    """The recipes with everything that data tells; what that reads is open until `stack` closes."""
     from kvgraph.quant.bundle_weights import BundleWeights
     from kvgraph.quant.calibrated_plan import calibrate_plan
     from kvgraph.quant.calibration_data import CalibrationOptions, read_calibration
