@@ -8,11 +8,12 @@ costs no operator where whatever makes the inputs can take it up:
 | a norm | its weight, and its bias |
 | a product of two values, one of them a linear's output (`up_proj` of a gated MLP) | the linear's columns |
 | ReLU of a linear's output | the linear's columns |
-| any of these, divided by a scale of each row that is multiplied to the product | the same |
 | attention | the value projection's columns; all query heads of a key/value head share their factors |
 
 Nothing else may read the values on that way. Every family is served by what its graph shows; where none of this
-applies, as behind GELU or where the residual stream itself is the input, the product keeps its inputs.
+applies, as behind GELU or where the residual stream itself is the input, the product keeps its inputs. So it does
+where they are divided by a scale of their row (`kvgraph.models.layers.stream_product`): that would follow the factors,
+and the quotients would leave the range that was calibrated.
 """
 
 from __future__ import annotations
@@ -137,22 +138,12 @@ def _producer(value: ir.Value, stored: Collection[str]) -> _Producer | None:
             return _biased(inputs, stored)
         case "Cast" | "Relu":
             return _only_reader(inputs[0], stored)
-        case "Div":
-            return _producer(inputs[0], stored) if _is_row_scaled(node) else None
         case "Mul":
             found = (_only_reader(source, stored) for source in inputs)
             return next((producer for producer in found if producer is not None), None)
         case "Reshape":
             return _attention(inputs[0], stored)
     return None
-
-
-def _is_row_scaled(division: ir.Node) -> bool:
-    """Whether a value is divided by a scale of its rows, which follows from it, and nothing else reads it."""
-    value, scale = division.inputs
-    power = None if scale is None else scale.producer()
-    readers = [] if value is None else [use.node.op_type for use in value.uses()]
-    return power is not None and power.op_type == "Pow" and sorted(readers) == ["Abs", "Div"]
 
 
 def _only_reader(value: ir.Value, stored: Collection[str]) -> _Producer | None:

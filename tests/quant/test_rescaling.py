@@ -170,3 +170,15 @@ def test_factors_of_one_tensor_multiply(tiny: Bundle) -> None:
     norm = rescalings["model.layers.0.post_attention_layernorm.weight"]
     assert norm.outputs is not None
     np.testing.assert_array_equal(norm.outputs, np.full(20, 0.25))
+
+
+def test_products_of_rows_that_are_scaled_keep_their_inputs(
+    exported: Callable[..., Bundle], tiny_llama: Callable[..., Path]
+) -> None:
+    bundle = exported(tiny_llama(), dtype="float16", residual_dtype="float32")
+    modules = {
+        product.module.rpartition(".")[2]
+        for fold in find_folds(layered(bundle).layer(0))
+        for product in fold.products
+    }
+    assert modules == {*QKV, *GATE_UP}
