@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from kvgraph.models.checkpoint import open_checkpoint
 from kvgraph.models.config import ModelConfig
 from kvgraph.models.families.gemma import embedding_scale
-from kvgraph.models.family import FAMILIES, family
+from kvgraph.models.family import family
 from kvgraph.models.layers import Precision
 from kvgraph.models.sources import plan_weights
 
@@ -124,12 +124,6 @@ def test_every_parameter_has_a_source_and_every_source_a_parameter(
     plan = plan_weights(family(config.model_type), decoder)
     assert plan.sources.keys() == decoder.weights().keys()
     assert plan.shapes.keys() == {source for weight in plan.sources.values() for source in weight.names}
-
-
-@pytest.mark.parametrize("model_type", sorted({name.split(",")[0] for name in FILES}))
-def test_a_family_is_named_as_its_file(model_type: str) -> None:
-    assert FAMILIES[model_type] == f"kvgraph.models.families.{model_type}"
-    assert family(model_type).model_type == model_type
 
 
 def changed_checkpoint(source: Path, target: Path, add: dict[str, Any], remove: list[str]) -> None:
