@@ -11,12 +11,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 -
 DEMO   := out/tiny
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-weekly lint typing-tree clean
+.PHONY: help demo test test-weekly families lint typing-tree clean
 
 help:
 	@echo "make demo         export, compare, build and run the bundled model"
 	@echo "make test         lint, types, import rules, and every quick test"
 	@echo "make test-weekly  the same with the slow tests"
+	@echo "make families     the tests of every model family, slow ones too, and the README's table of what they found"
 	@echo "make lint         lint, types and import rules alone"
 	@echo "make clean        remove everything that these targets made"
 
@@ -35,6 +36,9 @@ test: lint
 
 test-weekly: lint
 	$(PYTEST)
+
+families: $(READY)
+	$(PYTEST) tests/export/families --families-table README.md
 
 # import-linter reads folders, not installed packages, so it too looks at the tree of links.
 lint: $(READY) typing-tree

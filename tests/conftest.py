@@ -6,6 +6,7 @@ import ctypes
 import functools
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,8 +89,12 @@ def packers() -> ModuleType:
 def quick_tracing() -> Iterator[None]:
     """Keeps tracing, which takes seconds, from doing a thing twice.
 
-    Exports of one model that differ in other options than types have the same pieces.
+    Exports of one model that differ in other options than types have the same pieces; and torch.onnx.export looks
+    through all operators, at every call, for those that are to be decomposed.
     """
+    from torch.export import exported_program
+    from torch.onnx._internal.exporter import _decomp
+
     from kvgraph.export import exporter
     from kvgraph.export.architecture import TracedGraph
     from kvgraph.models.encoder_decoder import Model
@@ -103,7 +108,11 @@ def quick_tracing() -> Iterator[None]:
             traced[key] = trace_graph(model, graph)
         return traced[key]
 
+    table = functools.cache(_decomp.create_onnx_friendly_decomposition_table)
+    composite = functools.cache(exported_program._collect_all_valid_cia_ops)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_decomp, "create_onnx_friendly_decomposition_table", lambda ops: table(frozenset(ops)))
+        patch.setattr(exported_program, "_collect_all_valid_cia_ops", composite)
         patch.setattr(exporter, "trace_graph", trace_once)
         yield
 
@@ -138,6 +147,19 @@ def why_no_gpu() -> str | None:
     if (status := driver.cuDeviceGetCount(ctypes.byref(count))) != 0:
         return f"the NVIDIA driver counts no devices: cuDeviceGetCount returned {status}"
     return None if count.value > 0 else "the NVIDIA driver sees no device"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, keep the tests of a family together, rather than all of a file's."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class FamilyScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            family = re.match(r"(.*/families)/[^[]*\[(\w+)", nodeid)
+            return super()._split_scope(nodeid) if family is None else "/".join(family.groups())
+
+    return FamilyScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

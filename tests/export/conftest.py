@@ -126,9 +126,11 @@ def teacher_forced() -> Callable[..., Floats]:
 def ragged() -> Callable[..., Floats]:
     """Logits [B, 1 + n, V] of rows of unequal `lengths`, prefilled together and padded, then of n tokens decoded."""
 
-    def run(session: Session, ids: Ids, lengths: Sequence[int], decoded: int) -> Floats:
+    def run(
+        session: Session, ids: Ids, lengths: Sequence[int], decoded: int, cache: Cache | None = None
+    ) -> Floats:
         past, longest = np.array(lengths), max(lengths)
-        cache = session.allocate_cache(len(lengths), longest + decoded)
+        cache = cache or session.allocate_cache(len(lengths), longest + decoded)
         padded = np.where(np.arange(longest) < past[:, None], ids[:, :longest], 0)
         steps = [session.prefill(cache, padded, np.zeros_like(past), past[:, None] - 1, past).copy()]
         for step in range(decoded):
