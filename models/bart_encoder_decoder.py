@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvgraph.models.config_reader import ConfigReader
+from kvgraph.models.cross_attention import SourceMask
 from kvgraph.models.decoder import Head, Prelude
 from kvgraph.models.encoder_decoder import EncoderDecoder
 from kvgraph.models.encoder_decoder_config import EncoderDecoderConfig, read_decoding, shared_head_dim
@@ -19,7 +20,7 @@ from kvgraph.models.layer_norm import LayerNorm
 from kvgraph.models.layer_norm_decoder import renamed
 from kvgraph.models.layer_norm_encoder_decoder import layer_norm_encoder_decoder
 from kvgraph.models.layers import Cast, Embedding, Linear, Precision
-from kvgraph.models.positions import Shared
+from kvgraph.models.positions import CausalMask, Shared
 
 EMBEDDING = "model.embed_tokens.weight"
 # Of every layer norm; torch's own, which no config of these families names.
@@ -132,6 +133,15 @@ class BartPrelude(Prelude):
         rows = self.embed_positions(positions + POSITION_OFFSET)
         result: Tensor = self.embed_norm(super().embed(input_ids, positions) + rows.to(self.residual))
         return result
+
+
+def learned_preludes(config: BartConfig, precision: Precision) -> tuple[BartPrelude, BartPrelude]:
+    """The source's and the target's."""
+    source_table, table = embedding_tables(config, precision)
+    return (
+        BartPrelude(config, source_table, SourceMask(), precision),
+        BartPrelude(config, table, CausalMask(), precision),
+    )
 
 
 class BiasedHead(Head):

@@ -9,21 +9,18 @@ from kvgraph.models.bart_encoder_decoder import (
     LEARNED_POSITIONS,
     POSITION_OFFSET,
     BartConfig,
-    BartPrelude,
     bart_names,
     build_bart,
-    embedding_tables,
+    learned_preludes,
     read_bart,
     table_names,
 )
 from kvgraph.models.config import ModelConfig
 from kvgraph.models.config_reader import ConfigReader
-from kvgraph.models.cross_attention import SourceMask
 from kvgraph.models.encoder_decoder import EncoderDecoder
 from kvgraph.models.family import Family, Into
 from kvgraph.models.layer_norm_decoder import renamed
 from kvgraph.models.layers import Precision
-from kvgraph.models.positions import CausalMask
 
 # How old files spell what this architecture is; with other values they describe another one.
 FIXED = {
@@ -51,9 +48,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> BartConfig:
 def build(config: ModelConfig, precision: Precision) -> EncoderDecoder:
     """The module with unset parameters."""
     assert isinstance(config, BartConfig)
-    source_table, table = embedding_tables(config, precision)
-    source = BartPrelude(config, source_table, SourceMask(), precision)
-    return build_bart(config, precision, source, BartPrelude(config, table, CausalMask(), precision))
+    return build_bart(config, precision, *learned_preludes(config, precision))
 
 
 def weight_names(config: ModelConfig) -> dict[str, Into]:

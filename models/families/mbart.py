@@ -6,24 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvgraph.models.bart_encoder_decoder import (
-    LEARNED_POSITIONS,
     POSITION_OFFSET,
     BartConfig,
-    BartPrelude,
-    bart_names,
     build_pre_norm_bart,
-    embedding_tables,
+    learned_preludes,
     read_bart,
-    table_names,
 )
 from kvgraph.models.config import ModelConfig
 from kvgraph.models.config_reader import ConfigReader
-from kvgraph.models.cross_attention import SourceMask
 from kvgraph.models.encoder_decoder import EncoderDecoder
+from kvgraph.models.families import bart
 from kvgraph.models.family import Family, Into
 from kvgraph.models.layer_norm_decoder import renamed
 from kvgraph.models.layers import Precision
-from kvgraph.models.positions import CausalMask
 
 # How old files spell what this architecture is; with other values they describe another one.
 FIXED = {
@@ -48,21 +43,16 @@ def config_from_hf(hf: Mapping[str, Any]) -> BartConfig:
 def build(config: ModelConfig, precision: Precision) -> EncoderDecoder:
     """The module with unset parameters."""
     assert isinstance(config, BartConfig)
-    source_table, table = embedding_tables(config, precision)
-    source = BartPrelude(config, source_table, SourceMask(), precision)
-    return build_pre_norm_bart(config, precision, source, BartPrelude(config, table, CausalMask(), precision))
+    return build_pre_norm_bart(config, precision, *learned_preludes(config, precision))
 
 
 def weight_names(config: ModelConfig) -> dict[str, Into]:
-    """The decoder's names are shorter in graphs, the encoder's are the same."""
-    assert isinstance(config, BartConfig)
-    norms = {"layernorm_embedding": "embed_norm", "layer_norm": "norm"}
+    """BART's, and a norm behind the last layer of either side."""
+    final = {"layer_norm": "norm"}
     return {
-        **table_names(config),
-        **LEARNED_POSITIONS,
-        **renamed(norms, "model.encoder.", "model.encoder."),
-        **renamed(norms, "model.decoder.", "model."),
-        **bart_names(),
+        **bart.weight_names(config),
+        **renamed(final, "model.encoder.", "model.encoder."),
+        **renamed(final, "model.decoder.", "model."),
     }
 
 
