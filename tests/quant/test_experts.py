@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.targets.tensorrt import TensorRTOptions, build_tensorrt
 from kvgraph.export.weights_file import WEIGHTS_FILE
+from kvgraph.quant.recipe import recipe_names
 from kvgraph.runtime.ort import OrtSession
+from kvgraph.runtime.session import Floats
 
 # Sums in another order.
 TOLERANCE = 2e-4
@@ -116,7 +118,16 @@ def test_experts_of_odd_4_bit_size_stay_float(
 
 @pytest.mark.parametrize(
     ("recipe", "capability"),
-    [("int8-wo", 89), ("int4-wo", 89), ("uint4-wo", 89), ("fp8-wo", 89), ("nvfp4-wo", 120)],
+    [
+        ("int8-wo", 89),
+        ("int8-dynamic", 89),
+        ("int4-wo", 89),
+        ("uint4-wo", 89),
+        ("fp8-wo", 89),
+        ("fp8-dynamic", 89),
+        ("nvfp4-wo", 120),
+        ("mxfp4-wo", 120),
+    ],
 )
 def test_builds_with_tensorrt_rtx(
     recipe: str, capability: int, checkpoint: Path, exported: Callable[..., Bundle], quantized: Quantize
@@ -124,6 +135,26 @@ def test_builds_with_tensorrt_rtx(
     bundle = quantized(exported(checkpoint, dtype="float16"), recipe)
     options = TensorRTOptions(max_context=16, prefill_chunk=4, compute_capabilities=(capability,))
     assert build_tensorrt(bundle, "tensorrt-rtx", options).compute_capabilities == (capability,)
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_every_recipe_runs_on_onnxruntime_and_a_row_ignores_its_neighbours(
+    recipe: str, mixtral: Bundle, quantized: Quantize, run_exactly: Callable[[Bundle], OrtSession]
+) -> None:
+    session = run_exactly(quantized(mixtral, recipe))
+    ids = np.random.default_rng(3).integers(0, 97, (3, 8))
+
+    def run(rows: slice) -> Floats:
+        count = len(ids[rows])
+        cache, past = session.allocate_cache(count), np.zeros(count, np.int64)
+        positions = np.tile(np.arange(7), (count, 1))
+        prefilled = session.prefill(cache, ids[rows, :7], past, positions).copy()
+        decoded = session.decode(cache, ids[rows, 7:], past + 7).copy()
+        return np.concatenate([prefilled, decoded], axis=1)
+
+    together = run(slice(None))
+    assert np.isfinite(together).all()
+    np.testing.assert_allclose(together[1:2], run(slice(1, 2)), rtol=0, atol=TOLERANCE)
 
 
 def test_few_of_many_experts_are_grouped(
