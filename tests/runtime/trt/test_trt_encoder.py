@@ -11,7 +11,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
+from kvgraph.cli import main
 from kvgraph.export.bundle import Bundle
+from kvgraph.runtime import open as runtime_open
 from kvgraph.runtime.encoder_session import EncoderSession
 from kvgraph.runtime.generate import generate
 from kvgraph.runtime.generation import GenerationParams
@@ -170,3 +172,28 @@ def test_what_belongs_to_another_session_is_refused(bundle: Bundle, session: Trt
 def test_a_cache_without_sources_takes_part_in_no_step(session: TrtEncoderSession) -> None:
     with pytest.raises(ValueError, match="no sources; call encode, then attach"):
         session.decode(session.allocate_cache(1), np.array([[1]]), np.array([0]))
+
+
+def test_commands_take_such_a_target(
+    bundle: Bundle,
+    session: TrtEncoderSession,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plain = runtime_open.open_session
+
+    def open_session(opened: Bundle, target: str | None = None, *arguments: Any, **options: Any) -> Any:
+        return session if target == "tensorrt-rtx" else plain(opened, target, *arguments, **options)
+
+    monkeypatch.setattr(runtime_open, "open_session", open_session)
+    monkeypatch.setattr("kvgraph.runtime.model.open_session", open_session)
+    path = str(bundle.path)
+    # Longer than the engine's sources and, with the steps, than its cache.
+    sizes = ["--prefill", "30", "--steps", "200"]
+    assert main(["compare", path, "--against", path, "--target", "tensorrt-rtx", *sizes]) == 0
+    assert "cross tensors, in band" in capsys.readouterr().out
+    texts = []
+    for flags in (["--target", "tensorrt-rtx"], []):
+        assert main(["run", path, "--token-ids", "5,6,7", "--max-new-tokens", "9", *flags]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != ""
