@@ -5,19 +5,23 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 
 import kvgraph.runtime.ort
-from kvgraph.export.bundle import Bundle
+from kvgraph.export.bundle import Bundle, hash_file
 from kvgraph.export.targets.ort_cpu import widened_contract
 from kvgraph.export.targets.ort_cpu_graph import lower_for_ort_cpu, needs_lowering
+from kvgraph.export.weights_file import WEIGHTS_FILE
 from kvgraph.quant.bundle_weights import BundleWeights
 from kvgraph.quant.calibrated_plan import calibrate_plan
 from kvgraph.quant.calibration_data import CalibrationOptions, read_calibration
@@ -32,6 +36,8 @@ from kvgraph.runtime.tokenizer import Tokenizer
 
 # Stands for a calibrated scale of every input: those of the tiny models reach some 3.
 _INPUT_SCALES = {"int8": 0.02, "float8_e4m3fn": 0.01}
+# What one channel of the outlier model is multiplied by.
+_OUTLIER_CHANNEL, _OUTLIER = 10, 100.0
 
 
 @pytest.fixture(scope="session")
@@ -169,3 +175,23 @@ def perplexity(shared_data: Path) -> Callable[[Bundle], float]:
         return measure_perplexity(OrtSession(bundle), ids, 255, tokenizer.bos_token_id).perplexity
 
     return lambda bundle: measure(bundle.path)
+
+
+@pytest.fixture(scope="session")
+def outlier_model(stories: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The same function with one channel of every normed stream times 100, its inverse in the weights that follow."""
+    path = tmp_path_factory.mktemp("outlier") / "bundle"
+    shutil.copytree(stories.path, path)
+    with BundleWeights(stories) as weights, (path / WEIGHTS_FILE).open("r+b") as file:
+        for name, stored in weights.tensors.items():
+            module = name.split(".")[-2]
+            if "layers" not in name or module in ("o_proj", "down_proj"):
+                continue
+            values = np.array(weights.read(name))
+            values[_OUTLIER_CHANNEL] *= _OUTLIER if "layernorm" in module else 1 / _OUTLIER
+            file.seek(stored.offset)
+            file.write(values.tobytes())
+    description = json.loads((path / "bundle.json").read_text())
+    description["files"][WEIGHTS_FILE]["sha256"] = hash_file(path / WEIGHTS_FILE)
+    (path / "bundle.json").write_text(json.dumps(description))
+    return Bundle.open(path, verify=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +11,10 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from kvgraph.export.bundle import Bundle, hash_file
-from kvgraph.export.weights_file import WEIGHTS_FILE
+from kvgraph.cli import main
+from kvgraph.export.bundle import Bundle
+from kvgraph.export.targets.ort_cpu import build_ort_cpu
+from kvgraph.export.targets.tensorrt import TensorRTOptions, build_tensorrt
 from kvgraph.quant.bundle_weights import BundleWeights
 from kvgraph.quant.calibrated_plan import calibrate_plan
 from kvgraph.quant.calibration_data import CalibrationOptions, read_calibration
@@ -24,6 +24,7 @@ from kvgraph.quant.plan import GraphPlan, QuantizationPlan
 from kvgraph.quant.quantizer import quantize_bundle
 from kvgraph.quant.recipe import Recipe, load_recipe, parse_recipe
 from kvgraph.quant.rotated_bundle import is_rotated, rotated_bundle
+from kvgraph.runtime.open import open_session
 from kvgraph.runtime.ort import OrtSession
 from kvgraph.runtime.session import Floats
 
@@ -31,7 +32,6 @@ from kvgraph.runtime.session import Floats
 TOLERANCE = 1e-4
 FLOAT_PERPLEXITY = 6.762
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
-OUTLIER_CHANNEL, OUTLIER = 10, 100.0
 
 # Family -> changes to its config.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -61,9 +61,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def all_logits(bundle: Bundle) -> Floats:
+def all_logits(bundle: Bundle, target: str | None = None) -> Floats:
     """Of a prompt and of one decoded token."""
-    session = OrtSession(bundle, threads=1)
+    session = OrtSession(bundle, threads=1) if target is None else open_session(bundle, target)
     ids = np.random.default_rng(0).integers(0, 97, (2, 20))
     cache = session.allocate_cache(2, 21)
     positions = np.tile(np.arange(20), (2, 1))
@@ -128,26 +128,6 @@ def test_a_rotation_is_asked_for_and_made(tiny: Bundle, tmp_path: Path) -> None:
         parse_recipe({"rotation": "fourier"}, "test")
 
 
-@pytest.fixture(scope="module")
-def outlier_model(stories: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """The same function with one channel of every normed stream times 100, its inverse in the weights that follow."""
-    path = tmp_path_factory.mktemp("outlier") / "bundle"
-    shutil.copytree(stories.path, path)
-    with BundleWeights(stories) as weights, (path / WEIGHTS_FILE).open("r+b") as file:
-        for name, stored in weights.tensors.items():
-            module = name.split(".")[-2]
-            if "layers" not in name or module in ("o_proj", "down_proj"):
-                continue
-            values = np.array(weights.read(name))
-            values[OUTLIER_CHANNEL] *= OUTLIER if "layernorm" in module else 1 / OUTLIER
-            file.seek(stored.offset)
-            file.write(values.tobytes())
-    description = json.loads((path / "bundle.json").read_text())
-    description["files"][WEIGHTS_FILE]["sha256"] = hash_file(path / WEIGHTS_FILE)
-    (path / "bundle.json").write_text(json.dumps(description))
-    return Bundle.open(path, verify=True)
-
-
 def test_an_outlier_is_spread(
     outlier_model: Bundle,
     calibrated: Callable[..., Bundle],
@@ -172,3 +152,24 @@ def quantized_rotated(bundle: Bundle, recipe: Recipe, text: Path, folder: Path) 
         data = read_calibration(text, rotated, CalibrationOptions(samples=48))
         plan = calibrate_plan(LayerwiseModel(rotated, weights, data), plan, folder)
         return quantize_bundle(rotated, plan, folder / "out", source=bundle)
+
+
+def test_rotated_bundles_run_and_build(
+    exported: Callable[..., Bundle], tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    """By the command, of a model whose head was tied: the recipe is data, and the other files come along."""
+    tied = exported(tiny_llama(num_hidden_layers=1, tie_word_embeddings=True), dtype="float16")
+    recipe = tmp_path / "rotated.toml"
+    weight = '[linear.weight]\nformat = "int4"\nblock_size = 16\n'
+    recipe.write_text(f'lm_head = "linear"\nrotation = "hadamard"\n{weight}')
+    output = tmp_path / "out"
+    assert main(["quantize", str(tied.path), "-o", str(output), "--recipe", str(recipe)]) == 0
+    bundle = Bundle.open(output, verify=True)
+    assert bundle.weights["lm_head.weight"]["dtype"] == "int4"
+    assert bundle.recipe is not None
+    assert bundle.recipe["decode"]["rotation"] == "hadamard"
+    assert np.isfinite(all_logits(bundle)).all()
+    build_ort_cpu(bundle)
+    assert np.isfinite(all_logits(bundle, "ort-cpu")).all()
+    options = TensorRTOptions(max_context=16, prefill_chunk=4, compute_capabilities=(89,))
+    assert build_tensorrt(bundle, "tensorrt-rtx", options).compute_capabilities == (89,)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,10 +9,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from kvgraph.export.bundle import Bundle, hash_file
+from kvgraph.export.bundle import Bundle
 from kvgraph.export.contract import past_value
-from kvgraph.export.weights_file import WEIGHTS_FILE
-from kvgraph.quant.bundle_weights import BundleWeights
 from kvgraph.quant.formats import Floats
 from kvgraph.quant.layer_graph import LayeredGraph, Product
 from kvgraph.quant.output_error import RoundedProducts, round_inputs
@@ -27,7 +23,6 @@ from kvgraph.runtime.ort import OrtSession
 FLOAT_PERPLEXITY = 6.762
 W8A8 = ModuleScheme(WeightScheme("int8"), ActivationScheme("int8", "tensor"))
 FP8 = ModuleScheme(WeightScheme("float8_e4m3fn"), ActivationScheme("float8_e4m3fn", "tensor"))
-OUTLIER_CHANNEL, OUTLIER = 10, 100.0
 
 Calibrated = Callable[..., Bundle]
 Perplexity = Callable[[Bundle], float]
@@ -138,26 +133,6 @@ def test_w8a8_keeps_the_perplexity_of_a_trained_model(
 ) -> None:
     assert perplexity(stories) == pytest.approx(FLOAT_PERPLEXITY, abs=0.002)
     assert perplexity(calibrated(stories, load_recipe(recipe))) == pytest.approx(FLOAT_PERPLEXITY, rel=most)
-
-
-@pytest.fixture(scope="module")
-def outlier_model(stories: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """The same function with one channel of every normed stream times 100, its inverse in the weights that follow."""
-    path = tmp_path_factory.mktemp("outlier") / "bundle"
-    shutil.copytree(stories.path, path)
-    with BundleWeights(stories) as weights, (path / WEIGHTS_FILE).open("r+b") as file:
-        for name, stored in weights.tensors.items():
-            module = name.split(".")[-2]
-            if "layers" not in name or module in ("o_proj", "down_proj"):
-                continue
-            values = np.array(weights.read(name))
-            values[OUTLIER_CHANNEL] *= OUTLIER if "layernorm" in module else 1 / OUTLIER
-            file.seek(stored.offset)
-            file.write(values.tobytes())
-    description = json.loads((path / "bundle.json").read_text())
-    description["files"][WEIGHTS_FILE]["sha256"] = hash_file(path / WEIGHTS_FILE)
-    (path / "bundle.json").write_text(json.dumps(description))
-    return Bundle.open(path, verify=True)
 
 
 def test_an_outlier_breaks_plain_w8a8_and_not_smoothed(
