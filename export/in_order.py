@@ -21,8 +21,10 @@ Result = TypeVar("Result")
 
 
 def core_count() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Cores that this process may use, which in a container are fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def map_in_order(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:

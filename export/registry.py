@@ -11,14 +11,20 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-_make = ONNXRegistry.from_torchlib
+try:
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+except ImportError:  # not a public name: a torch that moved it makes its table in every call
+    _make = None
+else:
+    _make = ONNXRegistry.from_torchlib
 
 
 @contextmanager
 def one_registry() -> Iterator[None]:
     """Let `torch.onnx.export` take a copy of the table that the first call made."""
+    if _make is None:
+        yield
+        return
     ONNXRegistry.from_torchlib = staticmethod(_copied)  # type: ignore[method-assign, assignment]  # put back below
     try:
         yield
@@ -28,6 +34,7 @@ def one_registry() -> Iterator[None]:
 
 @functools.cache
 def _registry(opset_version: int) -> ONNXRegistry:
+    assert _make is not None
     return _make(opset_version=opset_version)
 
 

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.contract import Contract
+from kvgraph.export.in_order import core_count
 from kvgraph.runtime.bench_report import BenchOptions, BenchReport, DecodeSpeed, Timing
 from kvgraph.runtime.bench_source import check_source_tokens, source_bytes, with_sources
 from kvgraph.runtime.element_types import element_type
@@ -31,7 +32,6 @@ from kvgraph.runtime.machine import (
     memory_in_use_bytes,
     peak_memory_bytes,
     read_bandwidth,
-    usable_cores,
 )
 from kvgraph.runtime.prefill import prefill_prompts
 from kvgraph.runtime.resident_weights import WEIGHTS_FILE
@@ -224,7 +224,7 @@ def _time_steps(session: Session, options: BenchOptions) -> _Decoding:
             # Before the buffer of the bandwidth measurement; later runs need no more than the first.
             memory, peak_memory = memory_in_use_bytes(), peak_memory_bytes()
         if session.info.device == "cpu":
-            bandwidth = max(bandwidth or 0.0, read_bandwidth(options.threads or usable_cores()))
+            bandwidth = max(bandwidth or 0.0, read_bandwidth(options.threads or core_count()))
     steps = [_Steps(context, cache.capacity, durations_s[context]) for context, cache in caches.items()]
     return _Decoding(steps, memory, peak_memory, bandwidth)
 

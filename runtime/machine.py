@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from kvgraph.export.in_order import core_count
+
 _MIB = 1 << 20
 _SMALLEST_BUFFER = 256 * _MIB
 _STATUS = Path("/proc/self/status")
@@ -62,20 +64,13 @@ def describe_machine() -> Machine:
     """This machine, now."""
     return Machine(
         cpu=_cpu_model(),
-        cores=usable_cores(),
+        cores=core_count(),
         memory_bytes=_memory_bytes(),
         system=platform.platform(),
         python=platform.python_version(),
         numpy=np.__version__,
         load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     )
-
-
-def usable_cores() -> int:
-    """Cores that this process may use, which in a container are fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def peak_memory_bytes() -> int:

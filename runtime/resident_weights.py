@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kvgraph.runtime.machine import usable_cores
+from kvgraph.export.in_order import core_count
 
 WEIGHTS_FILE = "weights.safetensors"
 _PIECE_BYTES = 32 << 20
@@ -55,7 +55,7 @@ def _read(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     size = path.stat().st_size
     buffer = _large_pages(size)
     view = memoryview(buffer)
-    with path.open("rb") as file, ThreadPoolExecutor(usable_cores()) as pool:
+    with path.open("rb") as file, ThreadPoolExecutor(core_count()) as pool:
         descriptor = file.fileno()
 
         def fill(start: int) -> None:
