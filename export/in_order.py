@@ -5,7 +5,6 @@ NumPy, hashing and files leave the interpreter to other threads while they work,
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,18 +12,13 @@ from typing import TypeVar
 
 import numpy as np
 
+from kvgraph.runtime.machine import core_count
+
 # Freed arrays that the allocator may keep for the next ones, in bytes, for every thread.
 _KEPT_BYTES = 32 << 20
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-def core_count() -> int:
-    """Cores that this process may use, which in a container are fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def map_in_order(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:

@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.contract import Contract
-from kvgraph.export.in_order import core_count
 from kvgraph.runtime.bench_report import BenchOptions, BenchReport, DecodeSpeed, Timing
 from kvgraph.runtime.bench_source import check_source_tokens, source_bytes, with_sources
 from kvgraph.runtime.element_types import element_type
@@ -28,6 +27,7 @@ from kvgraph.runtime.encoder_session import has_encoder
 from kvgraph.runtime.generate import stream
 from kvgraph.runtime.generation import GenerationParams
 from kvgraph.runtime.machine import (
+    core_count,
     describe_machine,
     memory_in_use_bytes,
     peak_memory_bytes,

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from kvgraph.export.in_order import core_count
-
 _MIB = 1 << 20
 _SMALLEST_BUFFER = 256 * _MIB
 _STATUS = Path("/proc/self/status")
@@ -71,6 +69,13 @@ def describe_machine() -> Machine:
         numpy=np.__version__,
         load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     )
+
+
+def core_count() -> int:
+    """Cores that this process may use, which in a container are fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def peak_memory_bytes() -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kvgraph.export.in_order import core_count
+from kvgraph.runtime.machine import core_count
 
 WEIGHTS_FILE = "weights.safetensors"
 _PIECE_BYTES = 32 << 20
