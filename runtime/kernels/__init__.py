@@ -7,6 +7,7 @@ weights, which one UINT8 tensor holds in panels of 16 output columns (`kvgraph.e
 |---|---|---|
 | `PackedLinear` | x [..., K], weights, bias [N], residual [..., M] | act(x W + bias) + residual, or act(gate) * up |
 | `PackedGather` | weights, ids int64 [...] | columns of W, [..., K]: rows of a table stored as its tied head |
+| `PackedExperts` | x, chosen int64 [..., k], shares [..., k], gate_up, down, residual | the sum of what they give |
 | `CachedAttention` | qkv, past_length, past_key, past_value, cos, sin, q_norm, k_norm | attention over the cache |
 
 Each has kernels for AMX, for AVX-512 with VNNI, for AVX2, and for any other processor; the library takes the best.

@@ -3,6 +3,7 @@
 
 #include "cached_attention.h"
 #include "kernels.h"
+#include "packed_experts.h"
 #include "packed_linear.h"
 
 namespace kvgraph {
@@ -73,6 +74,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
     static const Description<PackedLinear> linear;
     static const Description<PackedGather> gather;
     static const Description<CachedAttention> attention;
+    static const Description<PackedExperts> experts;
     const OrtApi* api = base->GetApi(kOrtApiVersion);
     // Sessions use the domain until the process ends.
     static OrtCustomOpDomain* domain = nullptr;
@@ -80,7 +82,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
         if (OrtStatus* status = CreateCustomOpDomain::of(api)("kvgraph", &domain)) return status;
         for (const OrtCustomOp* op :
              {static_cast<const OrtCustomOp*>(&linear), static_cast<const OrtCustomOp*>(&gather),
-              static_cast<const OrtCustomOp*>(&attention)}) {
+              static_cast<const OrtCustomOp*>(&attention), static_cast<const OrtCustomOp*>(&experts)}) {
             if (OrtStatus* status = CustomOpDomainAdd::of(api)(domain, op)) return status;
         }
     }
