@@ -30,12 +30,18 @@ def threads_of(args: argparse.Namespace) -> Threads | None:
     """What the flags ask for, None where there are none of them; with --cores the process is bound to those.
 
     Raises:
-        ValueError: The flags do not go together, or the process may not use one of the cores.
+        ValueError: The flags do not go together, or the process may not use so many cores, or one of them.
     """
+    from kvgraph.runtime.machine import core_count
     from kvgraph.runtime.threads import Threads
 
     if args.threads is None and args.cores is None and not args.no_spin:
         return None
+    # More threads than cores wait for each other, and, spinning, keep the cores from doing anything else.
+    if args.threads is not None and args.threads > core_count():
+        raise ValueError(
+            f"--threads is {args.threads}, but this process may use {core_count()} cores; give that many at most"
+        )
     threads = Threads(args.threads, not args.no_spin, args.cores)
     if threads.cores is not None:
         _bind(threads.cores)

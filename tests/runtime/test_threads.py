@@ -65,7 +65,9 @@ def test_what_does_not_go_together_is_refused(arguments: dict[str, Any], message
 
 def test_flags() -> None:
     assert threads_of(parsed()) is None
-    assert threads_of(parsed("--threads", "2", "--no-spin")) == Threads(2, spin=False)
+    assert threads_of(parsed("--threads", "1", "--no-spin")) == Threads(1, spin=False)
+    with pytest.raises(ValueError, match=r"--threads is 9999, but this process may use \d+ cores"):
+        threads_of(parsed("--threads", "9999"))
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux binds processes to processors")
