@@ -16,8 +16,9 @@ import numpy as np
 import onnx_ir as ir
 
 from kvgraph.export.packed.packed_weight import PackedWeight, Storage
+from kvgraph.export.packed.stacked_weight import StackedWeight
 from kvgraph.export.packed.stored_matrix import mapped_bytes
-from kvgraph.export.passes.packed_operators import packed_weight
+from kvgraph.export.passes.packed_operators import content_of, weight_prefix
 from kvgraph.export.weights_file import WEIGHTS_FILE, StoredTensor, WeightLayout, write_weights
 
 _ALIGNMENT = 64
@@ -37,7 +38,7 @@ class _Content:
 
     name: str
     size: int
-    source: PackedWeight | ir.ExternalTensor
+    source: PackedWeight | StackedWeight | ir.ExternalTensor
     storage: Storage | None = None
 
 
@@ -84,7 +85,7 @@ class TargetWeights:
         key = _key(value)
         if key in self._contents:
             return key
-        name, weight = f"{value.name}", packed_weight(value)
+        name, weight = f"{value.name}", content_of(value)
         taken = {content.name for content in self._contents.values()}
         while name in taken:
             name += "'"
@@ -102,11 +103,12 @@ class TargetWeights:
         content = self._contents[_key(value)]
         stored, source = self._layout.tensors[content.name], content.source
         if content.storage is not None:
-            for node in value.consumers():
-                node.attributes["format"] = ir.AttrString("format", content.storage.format)
-                node.attributes["scale_format"] = ir.AttrString("scale_format", content.storage.scale_format)
+            for use in value.uses():
+                prefix, storage = weight_prefix(use.node, use.idx), content.storage
+                said = {f"{prefix}format": storage.format, f"{prefix}scale_format": storage.scale_format}
+                use.node.attributes.update({key: ir.AttrString(key, text) for key, text in said.items()})
         dtype, shape = ir.DataType.UINT8, ir.Shape([content.size])
-        if not isinstance(source, PackedWeight):
+        if isinstance(source, ir.ExternalTensor):
             dtype, shape = source.dtype, ir.Shape(source.shape)
         if value.name is not None and graph.initializers.get(value.name) is value:
             del graph.initializers[value.name]
@@ -126,17 +128,23 @@ def _weights(model: ir.Model) -> list[ir.Value]:
     for node in model.graph:
         for value in node.inputs:
             external = value is not None and isinstance(value.const_value, ir.ExternalTensor)
-            if value is not None and (external or packed_weight(value) is not None):
+            if value is not None and (external or content_of(value) is not None):
                 found[value] = None
     return list(found)
 
 
 def _key(value: ir.Value) -> object:
     """What values with the same content have in common."""
-    weight = packed_weight(value)
+    weight = content_of(value)
     if weight is None:
         assert value.const_value is not None
         return (_origin(value.const_value), value.dtype)
+    if isinstance(weight, StackedWeight):
+        return tuple(_weight_key(expert) for expert in weight.experts)
+    return _weight_key(weight)
+
+
+def _weight_key(weight: PackedWeight) -> object:
     return (weight.gated, tuple((_origin(part.codes), part.transposed) for part in weight.parts))
 
 
@@ -169,7 +177,7 @@ def _plan(contents: Sequence[_Content]) -> WeightLayout:
 
 def _pieces(content: _Content) -> Iterator[memoryview]:
     source = content.source
-    if isinstance(source, PackedWeight):
+    if not isinstance(source, ir.ExternalTensor):
         assert content.storage is not None
         for octets in source.pieces(content.storage):
             yield octets.data

@@ -15,7 +15,10 @@ from kvgraph.export.passes.matching import (
     static_dim,
     text_attribute,
 )
-from kvgraph.export.passes.packed_operators import BIAS, RESIDUAL, WEIGHT, X
+from kvgraph.export.passes.packed_operators import BIAS, EXPERTS_RESIDUAL, RESIDUAL
+
+# Which input of an operator is added to its result.
+_RESIDUALS = {packed.LINEAR: RESIDUAL, packed.EXPERTS: EXPERTS_RESIDUAL}
 
 
 def fuse_biases(model: ir.Model) -> bool:
@@ -69,16 +72,22 @@ def fuse_activations(model: ir.Model) -> bool:
 
 
 def fuse_residuals(model: ir.Model) -> bool:
-    """`Add` of a value of the same shape to a product that nothing else reads: the product's `residual`."""
+    """`Add` of a value of the same shape to a product that nothing else reads: the product's `residual`.
+
+    The sum of a layer's experts takes one as well.
+    """
     changed = False
-    for node in _linears(model.graph):
+    for node in list(model.graph):
+        index = _RESIDUALS.get(node.op_type) if node.domain == packed.DOMAIN else None
+        if index is None or input_of(node, index) is not None:
+            continue
         result = node.outputs[0]
         reader = sole_reader(result)
-        if reader is None or reader.op_type != "Add" or input_of(node, RESIDUAL) is not None:
+        if reader is None or reader.op_type != "Add":
             continue
         residual = other_input(reader, result)
         if residual is not None and residual is not result and _same_shape(residual, result):
-            _put(model.graph, _like(node, RESIDUAL, residual), reader)
+            _put(model.graph, _like(node, index, residual), reader)
             changed = True
     return changed
 
@@ -116,9 +125,9 @@ def _activation_of(value: ir.Value) -> tuple[str, ir.Node] | None:
 
 def _like(node: ir.Node, index: int, value: ir.Value | None) -> ir.Node:
     """A copy of a product, with another input, that gives a value of its own."""
-    inputs = [
-        value if position == index else input_of(node, position) for position in (X, WEIGHT, BIAS, RESIDUAL)
-    ]
+    # A node does not keep inputs that are left out at its end.
+    count = max(len(node.inputs), index + 1)
+    inputs = [value if position == index else input_of(node, position) for position in range(count)]
     return packed.operator(node.op_type, inputs, list(node.attributes.values()), f"{node.name}+")
 
 

@@ -28,7 +28,8 @@ def keep_rows(model: ir.Model) -> bool:
         ):
             continue
         source, result = before.inputs[0], after.outputs[0]
-        if source is None or not _is_round_trip(source, node, result):
+        rows = input_of(node, X)
+        if source is None or rows is None or not is_round_trip(source, rows, node.outputs[0], result):
             continue
         new = packed.operator(
             node.op_type, [source, *node.inputs[1:]], list(node.attributes.values()), f"{node.name}+"
@@ -39,9 +40,16 @@ def keep_rows(model: ir.Model) -> bool:
     return changed
 
 
-def _is_round_trip(source: ir.Value, node: ir.Node, result: ir.Value) -> bool:
-    rows, product = input_of(node, X), node.outputs[0]
-    if rows is None or rows.shape is None or source.shape is None or result.shape is None:
+def is_round_trip(source: ir.Value, rows: ir.Value, product: ir.Value, result: ir.Value) -> bool:
+    """Whether reshapes make rows [B * N, E] of [B, N, E], and [B, N, M] of what is computed of each row.
+
+    Args:
+        source: [B, N, E].
+        rows: [B * N, E].
+        product: [B * N, M].
+        result: [B, N, M].
+    """
+    if rows.shape is None or source.shape is None or result.shape is None:
         return False
     leading = [dim if isinstance(dim, int) else dim.value for dim in source.shape][:-1]
     found = [dim if isinstance(dim, int) else dim.value for dim in result.shape][:-1]

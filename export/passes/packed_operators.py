@@ -2,6 +2,8 @@
 
 * `PackedLinear(x [..., K], weight, bias [N], residual [..., M])`: act(x W + bias) + residual, [..., M].
 * `PackedGather(weight, ids [...])`: columns of W, [..., K].
+* `PackedExperts(x [..., E], chosen [..., k] int64, shares [..., k], gate_up, down, residual [..., E])`: the sum of
+  what a token's chosen experts give, each times its share, + residual, [..., E]; a weight holds those of all experts.
 * `CachedAttention(qkv [B, S, (H + 2 K) D], past_length [B], past_key [B, K, T, D], past_value, cos [B, S, R / 2], sin,
   q_norm [D], k_norm [D])`: [B, S, H D], and the buffers with the new keys and values.
 
@@ -16,13 +18,16 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from kvgraph.export.packed.packed_weight import PackedWeight
+from kvgraph.export.packed.stacked_weight import StackedWeight
 from kvgraph.export.packed.stored_matrix import StoredMatrix
 
 DOMAIN = "kvgraph"
 VERSION = 1
-LINEAR, GATHER, ATTENTION = "PackedLinear", "PackedGather", "CachedAttention"
+LINEAR, GATHER, EXPERTS, ATTENTION = "PackedLinear", "PackedGather", "PackedExperts", "CachedAttention"
 # Inputs of PackedLinear.
 X, WEIGHT, BIAS, RESIDUAL = range(4)
+# Inputs of PackedExperts beside x.
+CHOSEN, SHARES, GATE_UP, DOWN, EXPERTS_RESIDUAL = range(1, 6)
 
 _META = "packed"
 
@@ -35,10 +40,34 @@ def weight_value(*parts: StoredMatrix, gated: bool = False) -> ir.Value:
     return value
 
 
+def stacked_value(experts: Sequence[Sequence[StoredMatrix]], name: str, gated: bool = False) -> ir.Value:
+    """A weight of all experts that is still to be packed.
+
+    Args:
+        experts: The matrix of each expert, or its two where they are gated.
+        name: Of what they are packed from.
+        gated: As of `PackedWeight`.
+    """
+    value = ir.Value(name=f"{name}/packed", type=ir.TensorType(ir.DataType.UINT8))
+    value.meta[_META] = StackedWeight(tuple(PackedWeight(tuple(parts), gated) for parts in experts))
+    return value
+
+
 def packed_weight(value: ir.Value | None) -> PackedWeight | None:
-    """What a value will hold, if it is such a weight."""
-    found = None if value is None else value.meta.get(_META)
+    """What a value will hold, if it is the weight of one product."""
+    found = content_of(value)
     return found if isinstance(found, PackedWeight) else None
+
+
+def content_of(value: ir.Value | None) -> PackedWeight | StackedWeight | None:
+    """What a value will hold, if it is a weight that is still to be packed."""
+    found = None if value is None else value.meta.get(_META)
+    return found if isinstance(found, PackedWeight | StackedWeight) else None
+
+
+def weight_prefix(node: ir.Node, index: int) -> str:
+    """What the names of attributes begin with that say how the weight at an input is packed."""
+    return "down_" if node.op_type == EXPERTS and index == DOWN else ""
 
 
 def linear(

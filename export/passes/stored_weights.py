@@ -42,6 +42,71 @@ def stored_matrix(value: ir.Value | None, transposed: bool) -> StoredMatrix | No
     return None if zeros is None or zeros.any() else replace(matrix, zero_point=None)
 
 
+def stored_experts(value: ir.Value | None) -> tuple[StoredMatrix, ...] | None:
+    """The matrix of each expert of a value [X, in, out], if their weights have a packed form.
+
+    Rules:
+        * A constant of floats, also where it is read through a `Cast` to float32.
+        * `DequantizeLinear` of INT8, INT4 or UINT4 constants along the inputs, whose blocks are a whole number of 32
+          or all inputs; zero points for 4-bit codes alone. Experts begin with a byte.
+    """
+    node = made_by(value, "DequantizeLinear")
+    codes = _experts(stored(value) if node is None else stored(node.inputs[0]))
+    if codes is None:
+        return None
+    if node is None:
+        return tuple(map(StoredMatrix, codes)) if codes[0].dtype in _FLOATS else None
+    scales = _experts(stored(node.inputs[1]))
+    zero_point = node.inputs[2] if len(node.inputs) > 2 else None
+    zeros = None if zero_point is None else _experts(stored(zero_point))
+    block_size, eight = int_attribute(node, "block_size", 0), codes[0].dtype == ir.DataType.INT8
+    if (
+        codes[0].dtype not in _INTEGERS
+        or scales is None
+        or scales[0].dtype not in _FLOATS
+        or (zero_point is not None and (zeros is None or eight))
+        or int_attribute(node, "axis", 1) != 1
+    ):
+        return None
+    (inputs, outputs), found = _shape(codes[0]), _shape(scales[0])
+    blocks = found[0]
+    if not block_size or found != (math.ceil(inputs / block_size), outputs):
+        return None
+    if block_size % BLOCK and blocks != 1:
+        return None
+    # One scale for each output of 8-bit codes is kept once.
+    shared = None if eight and blocks == 1 else block_size
+    return tuple(
+        StoredMatrix(codes[expert], False, scales[expert], None if zeros is None else zeros[expert], shared)
+        for expert in range(len(codes))
+    )
+
+
+def _experts(tensor: ir.TensorProtocol | None) -> list[ir.TensorProtocol] | None:
+    """The matrices of a tensor of three dimensions."""
+    if tensor is None or len(tensor.shape) != 3:
+        return None
+    count, *shape = _shape(tensor)
+    if not isinstance(tensor, ir.ExternalTensor):
+        array = tensor.numpy()
+        return [ir.Tensor(array[expert], tensor.dtype, name=tensor.name) for expert in range(count)]
+    bits = math.prod(shape) * tensor.dtype.bitwidth
+    if bits % 8:
+        return None
+    size, start = bits // 8, tensor.offset or 0
+    return [
+        ir.ExternalTensor(
+            tensor.location, start + expert * size, size, tensor.dtype, shape=ir.Shape(shape),
+            name=f"{tensor.name}.{expert}", base_dir=tensor.base_dir,
+        )
+        for expert in range(count)
+    ]  # fmt: skip
+
+
+def _shape(tensor: ir.TensorProtocol) -> tuple[int, ...]:
+    return tuple(int(dim) for dim in tensor.shape.numpy())
+
+
 def _dequantized(node: ir.Node, codes: ir.TensorProtocol, transposed: bool) -> StoredMatrix | None:
     """The matrix of a `DequantizeLinear`, if its scales lie as the packed forms need them."""
     scale = stored(node.inputs[1])

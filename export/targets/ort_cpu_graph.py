@@ -14,6 +14,7 @@ from kvgraph.export.passes.fuse_cached_attention import fuse_cached_attention
 from kvgraph.export.passes.fuse_linears import fuse_activations, fuse_biases, fuse_gates, fuse_residuals
 from kvgraph.export.passes.keep_rows import keep_rows
 from kvgraph.export.passes.lower_float4 import lower_float4
+from kvgraph.export.passes.pack_experts import pack_experts
 from kvgraph.export.passes.pack_linears import pack_linears
 from kvgraph.export.passes.remove_casts import remove_casts
 from kvgraph.export.passes.remove_row_scales import remove_row_scales
@@ -27,6 +28,7 @@ _FLOAT4 = "float4_e2m1"
 _KERNEL_PASSES = (
     remove_casts,
     remove_row_scales,
+    pack_experts,
     pack_linears,
     fuse_biases,
     keep_rows,
@@ -65,7 +67,7 @@ def lower_for_kernels(bundle: Bundle) -> dict[GraphName, ir.Model]:
 
 
 def _computes_the_same(one: ir.Model, other: ir.Model) -> bool:
-    """Whether graphs differ in no more than shapes and rows; experts are computed in another way in decode."""
+    """Whether graphs differ in no more than shapes and rows; experts that are not packed differ in decode."""
     counts = [
         Counter(node.op_type for node in model.graph if node.op_type not in _SHAPES) for model in (one, other)
     ]

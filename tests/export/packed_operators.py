@@ -151,6 +151,31 @@ def _remembered(data: bytes, inputs: int, columns: int, layout: str, scale_forma
     return unpack(np.frombuffer(data, np.uint8), inputs, columns, layout, scale_format)
 
 
+class PackedExperts(OpRun):
+    op_domain = "kvgraph"
+
+    def _run(self, x, chosen, shares, gate_up, down, residual=None, **attributes):
+        count, hidden, size = (
+            attributes[name] for name in ("num_experts", "hidden_size", "intermediate_size")
+        )
+        rows = x.reshape(-1, hidden)
+        result = np.zeros(rows.shape, np.float32)
+        for token, (experts, weights) in enumerate(
+            zip(chosen.reshape(len(rows), -1), shares.reshape(len(rows), -1), strict=True)
+        ):
+            for expert, weight in zip(experts, weights, strict=True):
+                both, last = (part.reshape(count, -1)[expert] for part in (gate_up, down))
+                turns = {**attributes, "in_features": hidden}
+                matrix = _separated(_unpacked(both, 32 * math.ceil(size / 16), turns), size)
+                product = rounded(rows[token], attributes["rounding"], 0.0) @ matrix
+                inner = ACTIVATIONS[attributes["gate"]](product[:size]) * product[size:]
+                form = {name: attributes[f"down_{name}"] for name in ("format", "scale_format")}
+                matrix = _unpacked(last, hidden, {**form, "in_features": size})
+                result[token] += weight * (rounded(inner, attributes["down_input"], 0.0) @ matrix)
+        result = result.reshape(x.shape)
+        return (result if residual is None else result + residual,)
+
+
 class CachedAttention(OpRun):
     op_domain = "kvgraph"
 
@@ -200,7 +225,7 @@ def _rotated(x: Floats, cos: Floats, sin: Floats, rotary_dim: int, interleaved: 
     return result
 
 
-OPERATORS = [PackedLinear, PackedGather, CachedAttention]
+OPERATORS = [PackedLinear, PackedGather, PackedExperts, CachedAttention]
 
 
 def evaluator(path: Path) -> ReferenceEvaluator:
@@ -209,7 +234,7 @@ def evaluator(path: Path) -> ReferenceEvaluator:
     for node in model.graph.node:
         for attribute in node.attribute:
             # The evaluator's own classes have another `input`.
-            if node.op_type == "PackedLinear" and attribute.name == "input":
+            if node.op_type in ("PackedLinear", "PackedExperts") and attribute.name == "input":
                 attribute.name = "rounding"
     return ReferenceEvaluator(model, new_ops=OPERATORS)
 
