@@ -1,7 +1,8 @@
 """The operators of the ort-cpu target, in C++: where the compiled library lies, and what it runs on.
 
 Operators of the domain `kvgraph` in targets/ort-cpu; canonical graphs never hold them. Everything is float32 but the
-weights, which one UINT8 tensor holds in panels of 16 output columns (`kvgraph.export.packed`).
+weights, which one UINT8 tensor holds in panels of 16 output columns (`kvgraph.export.packed`), and caches, which may
+be float16, or INT8 or E4M3 with a scale and an offset for each channel of a head.
 
 | operator | inputs | result |
 |---|---|---|

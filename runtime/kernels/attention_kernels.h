@@ -1,15 +1,20 @@
-// Attention in float32 for the target that the including file has set.
+// Attention in float32 for the target that the including file has set, over a cache of any type.
 #pragma once
 
 #include <cmath>
 
 #include "attention.h"
+#include "cache_elements.h"
 #include "simd.h"
 
 namespace kvgraph {
 namespace {
 
-constexpr int64_t kAheadFloats = kAhead / static_cast<int64_t>(sizeof(float));
+// Elements of a line of the processor's cache, and those that are fetched ahead.
+template <class Element>
+constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(typename Element::Stored));
+template <class Element>
+constexpr int64_t kAheadElements = kAhead / 64 * kLine<Element>;
 constexpr float kUnseen = -1e30f;  // a score that softmax makes zero; not infinite, whose difference is NaN
 
 inline Floats cap(Floats scores, float softcap) {
@@ -100,7 +105,10 @@ Floats soften(float* scores, int64_t keys, int64_t slot, const int32_t* first, c
     return factor;
 }
 
+template <class Element>
 void attend_tile(const AttendTile& tile) {
+    const auto* stored_keys = static_cast<const typename Element::Stored*>(tile.keys);
+    const auto* stored_values = static_cast<const typename Element::Stored*>(tile.values);
     const int64_t size = tile.size, padded = padded_size(size), lanes = padded_size(tile.rows);
     int64_t begin = tile.first[0], end = tile.last[0] + 1, all_first = begin, all_last = tile.last[0];
     int32_t first[kTileRows], last[kTileRows];
@@ -121,8 +129,9 @@ void attend_tile(const AttendTile& tile) {
     std::memset(tile.result, 0, static_cast<size_t>(tile.rows * padded) * sizeof(float));
     for (int64_t slot = begin; slot < end; slot += kTileKeys) {
         const int64_t keys = end - slot < kTileKeys ? end - slot : kTileKeys;
-        multiply_all<false>(keys, lanes, tile.keys + slot * size, size, 1, tile.queries, kTileRows, size,
-                            tile.scores, kTileRows);
+        const float* left = keys_of<Element>(stored_keys, tile.form, slot, keys, size, tile.block);
+        multiply_all<false>(keys, lanes, left, size, 1, tile.queries, kTileRows, size, tile.scores,
+                            kTileRows);
         const bool masked = slot < all_first || slot + keys - 1 > all_last;
         float factors[kTileRows];
         for (int64_t n = 0; n < lanes / 16; ++n) {
@@ -135,14 +144,7 @@ void attend_tile(const AttendTile& tile) {
                 store(tile.result + r * padded + d, load(tile.result + r * padded + d) * factors[r]);
             }
         }
-        const float* values = tile.values + slot * size;
-        if (padded != size) {
-            for (int64_t j = 0; j < keys; ++j) {
-                std::memcpy(tile.padded + j * padded, values + j * size,
-                            static_cast<size_t>(size) * sizeof(float));
-            }
-            values = tile.padded;
-        }
+        const float* values = values_of<Element>(stored_values + slot * size, keys, size, tile.padded);
         multiply_all<true>(tile.rows, padded, tile.scores, 1, kTileRows, values, padded, keys, tile.result,
                            padded);
     }
@@ -164,17 +166,18 @@ inline float dot(const float* a, const float* b, int64_t size) {
     return result;
 }
 
-// result[head][0 ... 16 * columns - 1] = sum over slots of weights[head * stride + slot] * values[slot].
-template <int heads, int columns>
-void mix(const float* weights, int64_t stride, int64_t slots, const float* values, int64_t size,
-         float* result) {
+// result[head][0 ... 16 * columns - 1] = sum over slots of weights[head * stride + slot] * values[slot]; of
+// the last column `count` are there.
+template <class Element, int heads, int columns>
+void mix(const float* weights, int64_t stride, int64_t slots, const typename Element::Stored* values,
+         int64_t size, int64_t count, float* result) {
     Floats sum[heads][columns] = {};
     for (int64_t j = 0; j < slots; ++j) {
 #pragma GCC unroll 16
         for (int n = 0; n < columns; ++n) {
-            const float* at = values + j * size + n * 16;
-            prefetch(at + kAheadFloats);
-            const Floats value = load(at);
+            const auto* at = values + j * size + n * 16;
+            if (n * 16 % kLine<Element> == 0) prefetch(at + kAheadElements<Element>);
+            const Floats value = columns > 1 ? Element::read(at) : read<Element>(at, count);
 #pragma GCC unroll 16
             for (int h = 0; h < heads; ++h) sum[h][n] += weights[h * stride + j] * value;
         }
@@ -182,32 +185,33 @@ void mix(const float* weights, int64_t stride, int64_t slots, const float* value
 #pragma GCC unroll 16
     for (int h = 0; h < heads; ++h) {
 #pragma GCC unroll 16
-        for (int n = 0; n < columns; ++n) store(result + h * size + n * 16, sum[h][n]);
-    }
-}
-
-template <int heads>
-void mix_heads(const float* weights, int64_t stride, int64_t slots, const float* values, int64_t size,
-               float* result) {
-    int64_t d = 0;
-    for (; d + 16 * kMixColumns <= size; d += 16 * kMixColumns) {
-        mix<heads, kMixColumns>(weights, stride, slots, values + d, size, result + d);
-    }
-    for (; d + 16 <= size; d += 16) mix<heads, 1>(weights, stride, slots, values + d, size, result + d);
-    for (; d < size; ++d) {
-        for (int h = 0; h < heads; ++h) {
-            float sum = 0;
-            for (int64_t j = 0; j < slots; ++j) sum += weights[h * stride + j] * values[j * size + d];
-            result[h * size + d] = sum;
+        for (int n = 0; n < columns; ++n) {
+            const size_t wanted = columns > 1 || count >= 16 ? 16 : static_cast<size_t>(count);
+            std::memcpy(result + h * size + n * 16, &sum[h][n], wanted * sizeof(float));
         }
     }
 }
 
-template <int heads>
-void mix_count(int64_t count, const float* weights, int64_t stride, int64_t slots, const float* values,
+template <class Element, int heads>
+void mix_heads(const float* weights, int64_t stride, int64_t slots, const typename Element::Stored* values,
                int64_t size, float* result) {
-    if (count == heads) return mix_heads<heads>(weights, stride, slots, values, size, result);
-    if constexpr (heads > 1) mix_count<heads - 1>(count, weights, stride, slots, values, size, result);
+    int64_t d = 0;
+    if constexpr (kMixColumns > 1) {
+        for (; d + 16 * kMixColumns <= size; d += 16 * kMixColumns) {
+            mix<Element, heads, kMixColumns>(weights, stride, slots, values + d, size, 16, result + d);
+        }
+    }
+    for (; d < size; d += 16) {
+        mix<Element, heads, 1>(weights, stride, slots, values + d, size, size - d, result + d);
+    }
+}
+
+template <class Element, int heads>
+void mix_count(int64_t count, const float* weights, int64_t stride, int64_t slots,
+               const typename Element::Stored* values, int64_t size, float* result) {
+    if (count == heads) return mix_heads<Element, heads>(weights, stride, slots, values, size, result);
+    if constexpr (heads > 1)
+        mix_count<Element, heads - 1>(count, weights, stride, slots, values, size, result);
 }
 
 // One query against `slots` keys: sixteen at a time, whose sums of lanes are taken together.
@@ -225,17 +229,19 @@ void score(const float* query, const float* keys, int64_t slots, int64_t size, f
     for (; j < slots; ++j) scores[j] = dot(query, keys + j * size, size);
 }
 
+template <class Element>
 void attend_one(const AttendOne& one) {
     const int64_t slots = one.end - one.begin, size = one.size, stride = padded_size(slots);
-    const float* keys = one.keys + one.begin * size;
-    const float* values = one.values + one.begin * size;
-    const int64_t ahead = kAheadFloats / size;
-    for (int64_t j = 0; j < slots; j += 16) {
-        const int64_t count = slots - j < 16 ? slots - j : 16, then = j + ahead;
-        const float* soon = then < slots ? keys + then * size : values + (then - slots) * size;
-        for (int64_t d = 0; d < count * size; d += 16) prefetch(soon + d);
+    const auto* keys = static_cast<const typename Element::Stored*>(one.keys);
+    const auto* values = static_cast<const typename Element::Stored*>(one.values) + one.begin * size;
+    const int64_t ahead = kAheadElements<Element> / size;
+    for (int64_t j = 0; j < slots; j += kBlockSlots) {
+        const int64_t count = slots - j < kBlockSlots ? slots - j : kBlockSlots, then = j + ahead;
+        const auto* soon = then < slots ? keys + (one.begin + then) * size : values + (then - slots) * size;
+        for (int64_t d = 0; d < count * size; d += kLine<Element>) prefetch(soon + d);
+        const float* block = keys_of<Element>(keys, one.form, one.begin + j, count, size, one.block);
         for (int64_t h = 0; h < one.heads; ++h) {
-            score(one.queries + h * size, keys + j * size, count, size, one.scores + h * stride + j);
+            score(one.queries + h * size, block, count, size, one.scores + h * stride + j);
         }
     }
     for (int64_t h = 0; h < one.heads; ++h) {
@@ -257,9 +263,14 @@ void attend_one(const AttendOne& one) {
     }
     for (int64_t h = 0; h < one.heads; h += kMixHeads) {
         const int64_t count = one.heads - h < kMixHeads ? one.heads - h : kMixHeads;
-        mix_count<kMixHeads>(count, one.scores + h * stride, stride, slots, values, size,
-                             one.result + h * size);
+        mix_count<Element, kMixHeads>(count, one.scores + h * stride, stride, slots, values, size,
+                                      one.result + h * size);
     }
+}
+
+template <class Element>
+constexpr CacheKernels cache_kernels() {
+    return {encode<Element>, attend_one<Element>, attend_tile<Element>};
 }
 
 }  // namespace

@@ -3,22 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <string>
+#include <stdexcept>
 
-#include "kernels.h"
+#include "cached_operands.h"
 
 namespace kvgraph {
-
-struct CachedAttention::Operands {
-    int64_t batch, tokens, capacity;  // B, S, T
-    const float* qkv;                 // [B, S, (H + 2 K) * D]
-    const int64_t* past;              // [B]
-    const float *cos, *sin;           // [B, S, R / 2]
-    const float *q_norm, *k_norm;     // [D]
-    float *keys, *values;             // [B, K, T, D]
-    float* queries;                   // [B, S, H, D]: normed, rotated, times the scale
-    float* output;                    // [B, S, H * D]
-};
 
 CachedAttention::CachedAttention(const Attributes& attributes)
     : heads_(attributes.integer("num_heads")),
@@ -36,59 +25,13 @@ CachedAttention::CachedAttention(const Attributes& attributes)
         throw std::invalid_argument("rotary_dim is odd or above head_dim");
 }
 
-namespace {
-
-// The buffer that a cache is in after the step; the runtime binds one to both ends, else it is copied.
-float* carried(const Call& call, size_t index, const Tensor& past) {
-    auto* present = static_cast<float*>(call.output(index, past.shape));
-    if (present != past.data) {
-        size_t bytes = sizeof(float);
-        for (const int64_t size : past.shape) bytes *= static_cast<size_t>(size);
-        std::memcpy(present, past.data, bytes);
-    }
-    return present;
-}
-
-}  // namespace
-
 void CachedAttention::run(const Call& call) const {
-    const Tensor qkv = call.input(0), past = call.input(1), keys = call.input(2), values = call.input(3);
-    const Tensor cos = call.input(4), sin = call.input(5), q_norm = call.input(6), k_norm = call.input(7);
-    if (qkv.shape.size() != 3 || qkv.shape[2] != (heads_ + 2 * kv_heads_) * size_)
-        throw std::invalid_argument("qkv has another shape than [B, S, (H + 2 K) * D]");
-    Operands operands{};
-    operands.batch = qkv.shape[0];
-    operands.tokens = qkv.shape[1];
-    const std::vector<int64_t> cache{operands.batch, kv_heads_, keys.shape.size() == 4 ? keys.shape[2] : 0,
-                                     size_};
-    if (keys.shape != cache || values.shape != cache)
-        throw std::invalid_argument("the cache has another shape than [B, K, T, D]");
-    operands.capacity = cache[2];
-    const std::vector<int64_t> angles{operands.batch, operands.tokens, rotary_ / 2};
-    if (rotary_ != 0 && (cos.shape != angles || sin.shape != angles))
-        throw std::invalid_argument("cos or sin has another shape than [B, S, R / 2]");
-    operands.past = past.as<int64_t>();
-    for (int64_t b = 0; b < operands.batch; ++b) {
-        const int64_t length = operands.past[b];
-        if (length < 0 || length + operands.tokens > operands.capacity) {
-            throw std::invalid_argument(
-                "past_length " + std::to_string(length) + " and " + std::to_string(operands.tokens) +
-                " tokens pass the end of a cache of " + std::to_string(operands.capacity));
-        }
-    }
-    operands.qkv = qkv.as<float>();
-    operands.cos = cos.as<float>();
-    operands.sin = sin.as<float>();
-    operands.q_norm = q_norm.as<float>();
-    operands.k_norm = k_norm.as<float>();
-    operands.output = static_cast<float*>(call.output(0, {operands.batch, operands.tokens, heads_ * size_}));
-    operands.keys = carried(call, 1, keys);
-    operands.values = carried(call, 2, values);
+    AttentionOperands operands = read_operands(call, heads_, kv_heads_, size_, rotary_, softcap_ != 0);
     thread_local Scratch scratch;
     const int64_t rows = operands.batch * operands.tokens;
     operands.queries =
         static_cast<float*>(scratch.reserve(static_cast<size_t>(rows * heads_ * size_) * sizeof(float)));
-    const int64_t step = std::max<int64_t>(1, 16384 / qkv.shape[2]);
+    const int64_t step = std::max<int64_t>(1, 16384 / ((heads_ + 2 * kv_heads_) * size_));
     call.parallel(static_cast<size_t>((rows + step - 1) / step), [&](size_t task) {
         const int64_t first = static_cast<int64_t>(task) * step;
         for (int64_t row = first; row < std::min(rows, first + step); ++row) write(operands, row);
@@ -98,25 +41,35 @@ void CachedAttention::run(const Call& call) const {
 }
 
 // One token of one row of the batch.
-void CachedAttention::write(const Operands& operands, int64_t row) const {
+void CachedAttention::write(const AttentionOperands& operands, int64_t row) const {
     const float* from = operands.qkv + row * (heads_ + 2 * kv_heads_) * size_;
     const int64_t b = row / operands.tokens, slot = operands.past[b] + row % operands.tokens;
     for (int64_t h = 0; h < heads_; ++h) {
-        place(from + h * size_, operands.q_norm, operands, row, scale_,
-              operands.queries + (row * heads_ + h) * size_);
+        float* to = operands.queries + (row * heads_ + h) * size_;
+        place(from + h * size_, operands.q_norm, operands, row, true, scale_, to);
+        if (operands.key_scale == nullptr || operands.forms_keys) continue;
+        const float* scale = operands.key_scale + h / (heads_ / kv_heads_) * size_;
+        for (int64_t d = 0; d < size_; ++d) to[d] *= scale[d];
     }
     from += heads_ * size_;
+    thread_local Scratch scratch;
+    auto* key = static_cast<float*>(scratch.reserve(static_cast<size_t>(size_) * sizeof(float)));
+    auto of = [&](const float* channels, int64_t k) {
+        return channels == nullptr ? channels : channels + k * size_;
+    };
     for (int64_t k = 0; k < kv_heads_; ++k) {
-        const int64_t at = ((b * kv_heads_ + k) * operands.capacity + slot) * size_;
-        place(from + k * size_, operands.k_norm, operands, row, 1.0f, operands.keys + at);
-        std::memcpy(operands.values + at, from + (kv_heads_ + k) * size_,
-                    static_cast<size_t>(size_) * sizeof(float));
+        const int64_t at = ((b * kv_heads_ + k) * operands.capacity + slot) * size_ * operands.bytes;
+        place(from + k * size_, operands.k_norm, operands, row, operands.key_cos == nullptr, 1.0f, key);
+        operands.cache().encode(key, of(operands.key_scale, k), of(operands.key_offset, k), size_,
+                                operands.keys + at);
+        operands.cache().encode(from + (kv_heads_ + k) * size_, of(operands.value_scale, k),
+                                of(operands.value_offset, k), size_, operands.values + at);
     }
 }
 
-// One head, normed, rotated and times a scale.
-void CachedAttention::place(const float* from, const float* norm, const Operands& operands, int64_t row,
-                            float scale, float* to) const {
+// One head, normed, perhaps rotated, and times a scale.
+void CachedAttention::place(const float* from, const float* norm, const AttentionOperands& operands,
+                            int64_t row, bool turn, float scale, float* to) const {
     for (int64_t d = 0; d < size_; ++d) to[d] = from[d];
     if (norm != nullptr) {
         float squares = 0;
@@ -125,7 +78,7 @@ void CachedAttention::place(const float* from, const float* norm, const Operands
         for (int64_t d = 0; d < size_; ++d) to[d] = to[d] * factor * norm[d];
     }
     const int64_t half = rotary_ / 2, apart = interleaved_ ? 1 : half, along = interleaved_ ? 2 : 1;
-    for (int64_t i = 0; i < half; ++i) {
+    for (int64_t i = 0; i < half && turn; ++i) {
         const float cos = operands.cos[row * half + i], sin = operands.sin[row * half + i];
         float* pair = to + i * along;
         const float first = pair[0], second = pair[apart];
@@ -135,8 +88,30 @@ void CachedAttention::place(const float* from, const float* norm, const Operands
     for (int64_t d = 0; d < size_; ++d) to[d] *= scale;
 }
 
+KeyForm CachedAttention::key_form(const AttentionOperands& operands, int64_t kv_head) const {
+    if (!operands.forms_keys) return {};
+    return {operands.key_scale + kv_head * size_,
+            operands.key_offset + kv_head * size_,
+            operands.key_cos,
+            operands.key_sin,
+            rotary_ / 2,
+            interleaved_};
+}
+
+// What a head attended to, with the scales and offsets of its values.
+void CachedAttention::deliver(const AttentionOperands& operands, int64_t head, const float* from,
+                              float* to) const {
+    if (operands.value_scale == nullptr) {
+        std::memcpy(to, from, static_cast<size_t>(size_) * sizeof(float));
+        return;
+    }
+    const int64_t at = head / (heads_ / kv_heads_) * size_;
+    for (int64_t d = 0; d < size_; ++d)
+        to[d] = from[d] * operands.value_scale[at + d] + operands.value_offset[at + d];
+}
+
 // A token for each row: a long cache is read in parts, by several threads, and the parts are joined.
-void CachedAttention::one_position(const Call& call, const Operands& operands) const {
+void CachedAttention::one_position(const Call& call, const AttentionOperands& operands) const {
     const int64_t group = heads_ / kv_heads_, batch = operands.batch;
     int64_t longest = 0;
     for (int64_t b = 0; b < batch; ++b) {
@@ -158,16 +133,19 @@ void CachedAttention::one_position(const Call& call, const Operands& operands) c
         thread_local Scratch scratch;
         const int64_t slots = std::max<int64_t>(0, stop - begin);
         auto* memory = static_cast<float*>(scratch.reserve(
-            static_cast<size_t>(kMaxGroup * (padded_size(slots) + size_ + 2)) * sizeof(float)));
-        const int64_t cache = pair * operands.capacity * size_;
+            static_cast<size_t>(kMaxGroup * (padded_size(slots) + size_ + 2) + kBlockSlots * size_) *
+            sizeof(float)));
+        const int64_t cache = pair * operands.capacity * size_ * operands.bytes;
+        const KeyForm form = key_form(operands, k);
         for (int64_t h = 0; h < group; h += kMaxGroup) {
             const int64_t heads = std::min(group - h, kMaxGroup), head = b * heads_ + k * group + h;
             float* result = memory + kMaxGroup * padded_size(slots);
             float* maximum = result + kMaxGroup * size_;
             if (slots > 0) {
-                kernels().attend_one({operands.queries + head * size_, operands.keys + cache,
-                                      operands.values + cache, begin, stop, heads, size_, softcap_, memory,
-                                      result, maximum, maximum + kMaxGroup});
+                operands.cache().attend_one({operands.queries + head * size_, operands.keys + cache,
+                                             operands.values + cache, operands.forms_keys ? &form : nullptr,
+                                             begin, stop, heads, size_, softcap_, maximum + 2 * kMaxGroup,
+                                             memory, result, maximum, maximum + kMaxGroup});
             }
             for (int64_t i = 0; i < heads; ++i) {
                 float* to = results + ((head + i) * parts + part) * stride;
@@ -195,10 +173,11 @@ void CachedAttention::one_position(const Call& call, const Operands& operands) c
             for (int64_t d = 0; d < size_; ++d) to[d] += piece[d] * factor;
         }
         for (int64_t d = 0; d < size_; ++d) to[d] /= sum;
+        deliver(operands, head % heads_, to, to);
     }
 }
 
-void CachedAttention::many_positions(const Call& call, const Operands& operands) const {
+void CachedAttention::many_positions(const Call& call, const AttentionOperands& operands) const {
     const int64_t group = heads_ / kv_heads_, positions = std::max<int64_t>(1, kTileRows / group);
     const int64_t tiles = (operands.tokens + positions - 1) / positions;
     call.parallel(static_cast<size_t>(operands.batch * kv_heads_ * tiles), [&](size_t task) {
@@ -212,19 +191,22 @@ void CachedAttention::many_positions(const Call& call, const Operands& operands)
 
 // The positions from `begin` on that fit a tile with all heads of a group; a group larger than a tile takes
 // several.
-void CachedAttention::tile(const Operands& operands, int64_t row, int64_t head, int64_t begin) const {
+void CachedAttention::tile(const AttentionOperands& operands, int64_t row, int64_t head,
+                           int64_t begin) const {
     const int64_t group = heads_ / kv_heads_, padded = padded_size(size_);
     const int64_t positions = std::min(std::max<int64_t>(1, kTileRows / group), operands.tokens - begin);
     thread_local Scratch scratch;
-    auto* memory =
-        static_cast<float*>(scratch.reserve(static_cast<size_t>(size_ * kTileRows + kTileKeys * kTileRows +
-                                                                kTileKeys * padded + kTileRows * padded) *
-                                            sizeof(float)));
+    auto* memory = static_cast<float*>(
+        scratch.reserve(static_cast<size_t>(size_ * (kTileRows + kTileKeys) + kTileKeys * kTileRows +
+                                            kTileKeys * padded + kTileRows * padded) *
+                        sizeof(float)));
     float* queries = memory;
     float* scores = queries + size_ * kTileRows;
     float* values = scores + kTileKeys * kTileRows;
     float* result = values + kTileKeys * padded;
-    const int64_t cache = (row * kv_heads_ + head) * operands.capacity * size_;
+    float* block = result + kTileRows * padded;
+    const int64_t cache = (row * kv_heads_ + head) * operands.capacity * size_ * operands.bytes;
+    const KeyForm form = key_form(operands, head);
     std::memset(values, 0, static_cast<size_t>(kTileKeys * padded) * sizeof(float));
     for (int64_t top = 0; top < group * positions; top += kTileRows) {
         const int64_t rows = std::min(group * positions - top, kTileRows);
@@ -237,12 +219,13 @@ void CachedAttention::tile(const Operands& operands, int64_t row, int64_t head, 
             const float* from = operands.queries + ((row * operands.tokens + position) * heads_ + h) * size_;
             for (int64_t d = 0; d < size_; ++d) queries[d * kTileRows + r] = from[d];
         }
-        kernels().attend_tile({queries, first, last, operands.keys + cache, operands.values + cache, rows,
-                               size_, softcap_, scores, values, result});
+        operands.cache().attend_tile({queries, first, last, operands.keys + cache, operands.values + cache,
+                                      operands.forms_keys ? &form : nullptr, rows, size_, softcap_, block,
+                                      scores, values, result});
         for (int64_t r = 0; r < rows; ++r) {
             const int64_t position = begin + (top + r) / group, h = head * group + (top + r) % group;
-            std::memcpy(operands.output + ((row * operands.tokens + position) * heads_ + h) * size_,
-                        result + r * padded, static_cast<size_t>(size_) * sizeof(float));
+            deliver(operands, h, result + r * padded,
+                    operands.output + ((row * operands.tokens + position) * heads_ + h) * size_);
         }
     }
 }

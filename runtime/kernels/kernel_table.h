@@ -28,8 +28,8 @@ constexpr Kernels kernel_table(const char* name) {
             round_row,
             gather,
             activate,
-            attend_one,
-            attend_tile,
+            {cache_kernels<Float32Element>(), cache_kernels<Float16Element>(), cache_kernels<Int8Element>(),
+             cache_kernels<Float8Element>()},
             nullptr};
 }
 

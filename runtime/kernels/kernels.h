@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <string>
 
+#include "attention.h"
+
 namespace kvgraph {
 
 constexpr int64_t kPanel = 16;  // columns of a panel of packed weights
@@ -90,9 +92,7 @@ struct Kernels {
     // Sixteen numbers at a time, in place.
     void (*activate)(int activation, float* numbers);
 
-    // Attention of the heads that share one head of the cache; see attention.h.
-    void (*attend_one)(const struct AttendOne&);
-    void (*attend_tile)(const struct AttendTile&);
+    CacheKernels caches[kCacheTypes];  // by CacheType
 
     const SplitKernels* split;  // null where float32 itself is multiplied as fast
 };

@@ -30,6 +30,20 @@ inline Floats load_half(const uint8_t* from) {
     const __m128i* halves = reinterpret_cast<const __m128i*>(from);
     return join(_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1)));
 }
+inline void store_half(uint16_t* to, Floats values) {
+    __m256 half[2];
+    std::memcpy(half, &values, sizeof half);
+    for (int i = 0; i < 2; ++i) {
+        const __m128i halves = _mm256_cvtps_ph(half[i], _MM_FROUND_TO_NEAREST_INT);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to) + i, halves);
+    }
+}
+inline Ints load_codes(const int8_t* from) {
+    const __m128i low = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+    const __m128i high = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + 8));
+    return bits(join(_mm256_castsi256_ps(_mm256_cvtepi8_epi32(low)),
+                     _mm256_castsi256_ps(_mm256_cvtepi8_epi32(high))));
+}
 template <class Reduce>
 inline float reduce(Floats value, const Reduce& step) {
     __m256 half[2];

@@ -15,6 +15,13 @@ constexpr int kRows = 6, kColumns = 4, kMixHeads = 4, kMixColumns = 4, kIntegerR
 inline Floats load_half(const uint8_t* from) {
     return (Floats)(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 }
+inline void store_half(uint16_t* to, Floats values) {
+    const __m256i halves = _mm512_cvtps_ph((__m512)values, _MM_FROUND_TO_NEAREST_INT);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), halves);
+}
+inline Ints load_codes(const int8_t* from) {
+    return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
 inline float sum_lanes(Floats value) { return _mm512_reduce_add_ps((__m512)value); }
 inline float largest_lane(Floats value) { return _mm512_reduce_max_ps((__m512)value); }
 inline int32_t sum_lanes(Ints value) { return _mm512_reduce_add_epi32((__m512i)value); }

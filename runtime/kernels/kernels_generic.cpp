@@ -26,6 +26,21 @@ inline Floats load_half(const uint8_t* from) {
     }
     return value;
 }
+inline void store_half(uint16_t* to, Floats values) {
+    const Floats size = magnitude(values), half = all(0.5f);  // whose last bit is 2^-24
+    const Ints wide = bits(size), small = bits(size + half) - bits(half);
+    const Ints normal = ((wide + 0xfff + ((wide >> 13) & 1)) >> 13) - (112 << 10);
+    Floats found = choose(size < 1.0f / 16384, from_bits(small), from_bits(normal));
+    found = choose(size < 65520.0f, found, from_bits(Ints{} + 0x7c00));
+    found = choose(values == values, found, from_bits(Ints{} + 0x7e00));
+    const Halves halves = __builtin_convertvector(bits(found) | ((bits(values) >> 16) & 0x8000), Halves);
+    std::memcpy(to, &halves, sizeof halves);
+}
+inline Ints load_codes(const int8_t* from) {
+    Bytes codes;
+    std::memcpy(&codes, from, sizeof codes);
+    return __builtin_convertvector(codes, Ints);
+}
 inline float sum_lanes(Floats value) {
     float sum = 0;
     for (int i = 0; i < 16; ++i) sum += value[i];

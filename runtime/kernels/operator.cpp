@@ -54,6 +54,7 @@ Tensor Call::input(size_t index) const {
     tensor.data = data;
     OrtTensorTypeAndShapeInfo* info = nullptr;
     check(GetTensorTypeAndShape::of(api_)(value, &info));
+    check(GetTensorElementType::of(api_)(info, &tensor.type));
     size_t rank = 0;
     check(GetDimensionsCount::of(api_)(info, &rank));
     tensor.shape.resize(rank);

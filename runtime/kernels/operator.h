@@ -29,6 +29,7 @@ class Attributes {
 struct Tensor {
     const void* data = nullptr;
     std::vector<int64_t> shape;
+    int type = 0;  // ONNXTensorElementDataType
     template <class T>
     const T* as() const {
         return static_cast<const T*>(data);

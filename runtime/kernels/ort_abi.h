@@ -55,7 +55,7 @@ namespace kvgraph {
 constexpr uint32_t kOrtApiVersion = 17;
 
 // Element types, ONNXTensorElementDataType.
-constexpr int kFloat = 1, kUint8 = 2, kInt64 = 7;
+constexpr int kFloat = 1, kUint8 = 2, kInt8 = 3, kInt64 = 7, kFloat16 = 10, kFloat8E4M3 = 17;
 // OrtCustomOpInputOutputCharacteristic.
 constexpr int kRequired = 0, kOptional = 1;
 // OrtErrorCode.
@@ -72,6 +72,7 @@ using CreateCustomOpDomain = Entry<26, OrtStatus* (*)(const char* domain, OrtCus
 using CustomOpDomainAdd = Entry<27, OrtStatus* (*)(OrtCustomOpDomain*, const OrtCustomOp*)>;
 using AddCustomOpDomain = Entry<28, OrtStatus* (*)(OrtSessionOptions*, OrtCustomOpDomain*)>;
 using GetTensorMutableData = Entry<51, OrtStatus* (*)(OrtValue*, void**)>;
+using GetTensorElementType = Entry<60, OrtStatus* (*)(const OrtTensorTypeAndShapeInfo*, int*)>;
 using GetDimensionsCount = Entry<61, OrtStatus* (*)(const OrtTensorTypeAndShapeInfo*, size_t*)>;
 using GetDimensions = Entry<62, OrtStatus* (*)(const OrtTensorTypeAndShapeInfo*, int64_t*, size_t)>;
 using GetTensorTypeAndShape = Entry<65, OrtStatus* (*)(const OrtValue*, OrtTensorTypeAndShapeInfo**)>;

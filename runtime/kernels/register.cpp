@@ -73,7 +73,10 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
     using namespace kvgraph;
     static const Description<PackedLinear> linear;
     static const Description<PackedGather> gather;
-    static const Description<CachedAttention> attention;
+    static const Description<CachedAttentionOf<kFloat>> attention;
+    static const Description<CachedAttentionOf<kFloat16>> attention_float16;
+    static const Description<CachedAttentionOf<kInt8>> attention_int8;
+    static const Description<CachedAttentionOf<kFloat8E4M3>> attention_float8;
     static const Description<PackedExperts> experts;
     const OrtApi* api = base->GetApi(kOrtApiVersion);
     // Sessions use the domain until the process ends.
@@ -82,7 +85,11 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
         if (OrtStatus* status = CreateCustomOpDomain::of(api)("kvgraph", &domain)) return status;
         for (const OrtCustomOp* op :
              {static_cast<const OrtCustomOp*>(&linear), static_cast<const OrtCustomOp*>(&gather),
-              static_cast<const OrtCustomOp*>(&attention), static_cast<const OrtCustomOp*>(&experts)}) {
+              static_cast<const OrtCustomOp*>(&attention),
+              static_cast<const OrtCustomOp*>(&attention_float16),
+              static_cast<const OrtCustomOp*>(&attention_int8),
+              static_cast<const OrtCustomOp*>(&attention_float8),
+              static_cast<const OrtCustomOp*>(&experts)}) {
             if (OrtStatus* status = CustomOpDomainAdd::of(api)(domain, op)) return status;
         }
     }

@@ -1,7 +1,7 @@
 // Sixteen floats as one value, whatever the registers: GCC and Clang cut it to fit. Included by each file of
 // kernels after it has set its target, so everything here has internal linkage. That file also defines, for
-// its registers, `load_half` (sixteen float16 numbers), `sum_lanes`, `sum_each` (of sixteen values) and
-// `largest_lane`.
+// its registers, `load_half` and `store_half` (sixteen float16 numbers), `load_codes` (sixteen int8, as
+// Ints), `sum_lanes`, `sum_each` (of sixteen values) and `largest_lane`.
 #pragma once
 
 #include <cstdint>
