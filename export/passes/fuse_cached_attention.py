@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from kvgraph.export.contract import PAST_LENGTH
 from kvgraph.export.passes import packed_operators as packed
+from kvgraph.export.passes.constants import constant
 from kvgraph.export.passes.join_linears import can_join, join
+from kvgraph.export.passes.match_cache import Cache, match_cache
 from kvgraph.export.passes.match_mask import match_window
 from kvgraph.export.passes.matching import (
     constant_values,
@@ -18,6 +22,7 @@ from kvgraph.export.passes.matching import (
     sole_reader,
     static_dim,
 )
+from kvgraph.export.passes.slot_angles import are_angles_of_slots, slot_angles
 
 _FLOAT = ir.TensorType(ir.DataType.FLOAT)
 
@@ -28,7 +33,8 @@ def fuse_cached_attention(model: ir.Model) -> bool:
     Rules, all of which a layer must meet or it stays:
         * Query, key and value are [B, S, heads * D], reshaped to heads and transposed; query and key may then be
           RMS-normalised over D, and rotated, both by the same cosines and sines.
-        * Key and value are written to their buffers at `past_length`; nothing else reads the buffers.
+        * Key and value are written to their buffers at `past_length`, and nothing else reads the buffers; or they are
+          kept as 8-bit codes in delta form, see `match_cache`. Codes then are written to the buffers, too.
         * The mask is causal, perhaps with a window, see `match_window`; the result is transposed back and flattened.
         * Three products of one input become one, where they are rounded alike; else they are concatenated.
     """
@@ -66,7 +72,7 @@ class _Layer:
     query: _Heads
     key: _Heads
     value: _Heads
-    scatters: tuple[ir.Node, ir.Node]
+    caches: tuple[Cache, Cache]
     window: int
     result: ir.Value
 
@@ -76,38 +82,60 @@ def _match(attention: ir.Node) -> _Layer | None:
         return None
     if int_attribute(attention, "is_causal", 0) or attention.attributes.get("softmax_precision") is not None:
         return None
-    query, present_key, present_value, mask = attention.inputs[:4]
-    scatters = (_scatter(present_key, attention), _scatter(present_value, attention))
-    if scatters[0] is None or scatters[1] is None or len(attention.outputs) > 1:
+    query, *operands, mask = attention.inputs[:4]
+    key, value = (match_cache(operand, attention) for operand in operands)
+    if key is None or value is None or len(attention.outputs) > 1 or value.turn is not None:
         return None
-    cache = scatters[0].inputs[0]
-    window = None if cache is None else match_window(mask, cache)
-    heads = (_heads(query), _heads(scatters[0].inputs[1]), _heads(scatters[1].inputs[1]))
-    result = _flattened(attention.outputs[0])
+    window = match_window(mask, key.past)
+    query = _unscaled(query, key)
+    attended = _scaled(attention.outputs[0], value)
+    capped = float_attribute(attention, "softcap", 0.0) != 0
+    # What is the same for all scores of a query does not matter.
+    if (
+        not value.restored
+        or not (key.restored or (key.turn is None and not capped))
+        or key.past.dtype != value.past.dtype
+    ):
+        return None
+    heads = (_heads(query), _turned(_heads(key.entries), key), _heads(value.entries))
+    result = None if attended is None else _flattened(attended)
     if window is None or heads[0] is None or heads[1] is None or heads[2] is None or result is None:
         return None
-    layer = _Layer(attention, heads[0], heads[1], heads[2], (scatters[0], scatters[1]), window, result)
+    layer = _Layer(attention, heads[0], heads[1], heads[2], (key, value), window, result)
     return layer if _is_alike(layer) else None
 
 
-def _scatter(present: ir.Value | None, attention: ir.Node) -> ir.Node | None:
-    """The node that writes the buffer at `past_length`, if the attention alone reads it then."""
-    node = made_by(present, "TensorScatter")
-    if node is None or present is None or len(node.inputs) != 3:
-        return None
-    past, _, length = node.inputs
-    in_place = (
-        past is not None
-        and past.is_graph_input()
-        and length is not None
-        and length.is_graph_input()
-        and length.name == PAST_LENGTH
-        and int_attribute(node, "axis", -2) in (2, -2)
-        and {use.node for use in present.uses()} == {attention}
-        and present.is_graph_output()
-    )
-    mode = node.attributes.get("mode")
-    return node if in_place and (mode is None or mode.as_string() == "linear") else None
+def _unscaled(query: ir.Value | None, key: Cache) -> ir.Value | None:
+    """Queries without what their keys' codes still have to be multiplied by; None where that is not there."""
+    if key.outside is None:
+        return query
+    node = made_by(query, "Mul")
+    return node.inputs[0] if node is not None and _repeats(node.inputs[1], key.outside) else None
+
+
+def _scaled(attended: ir.Value, value: Cache) -> ir.Value | None:
+    """What is attended, times what codes of values still have to be multiplied by; None where that is not there."""
+    if value.outside is None:
+        return attended
+    node = sole_reader(attended)
+    scales = node is not None and node.op_type == "Mul" and _repeats(node.inputs[1], value.outside)
+    return node.outputs[0] if node is not None and scales else None
+
+
+def _repeats(value: ir.Value | None, channels: NDArray[np.float32]) -> bool:
+    """Whether a constant [1, H, 1, D] has [K, D] for every query head that reads one of the K."""
+    found = constant_values(value)
+    if found is None or found.ndim != 4 or found.shape[1] % len(channels):
+        return False
+    repeated = np.repeat(channels, found.shape[1] // len(channels), axis=0)
+    return np.array_equal(found.astype(np.float32), repeated[None, :, None])
+
+
+def _turned(heads: _Heads | None, key: Cache) -> _Heads | None:
+    """The heads of keys with the embedding that the cache gets when it is read."""
+    if heads is None or key.turn is None:
+        return heads
+    return replace(heads, rotation=key.turn) if heads.rotation is None else None
 
 
 def _heads(value: ir.Value | None) -> _Heads | None:
@@ -161,13 +189,21 @@ def _is_alike(layer: _Layer) -> bool:
     if (query.rotation is None) != (key.rotation is None):
         return False
     if query.rotation is not None and key.rotation is not None:
-        if query.rotation.inputs[1:] != key.rotation.inputs[1:] or len(query.rotation.inputs) != 3:
+        if len(query.rotation.inputs) != 3 or not _same_angles(query.rotation, key.rotation, layer.caches[0]):
             return False
         if any(_rotary(query.rotation, name) != _rotary(key.rotation, name) for name in _ROTARY):
             return False
     norms = [norm for norm in (query.norm, key.norm) if norm is not None]
     epsilons = {float_attribute(norm, "epsilon", 1e-5) for norm in norms}
     return len(epsilons) < 2 and all(_is_over_head(norm, head_dim) for norm in norms)
+
+
+def _same_angles(query: ir.Node, key: ir.Node, cache: Cache) -> bool:
+    """Whether keys turn as queries of their position do."""
+    pairs = zip(key.inputs[1:], query.inputs[1:], strict=True)
+    if key is cache.turn:
+        return all(are_angles_of_slots(of_slots, new, cache.past) for of_slots, new in pairs)
+    return all(one is other for one, other in pairs)
 
 
 _ROTARY = ("interleaved", "rotary_embedding_dim", "num_heads")
@@ -198,15 +234,14 @@ def _fuse(graph: ir.Graph, layer: _Layer) -> None:
     rotary_dim = 0 if rotation is None else _rotary(rotation, "rotary_embedding_dim") or head_dim
     norms = [heads.norm for heads in (query, key)]
     norm = next((node for node in norms if node is not None), None)
-    past_key, past_value = (scatter.inputs[0] for scatter in layer.scatters)
     inputs = [
         qkv,
-        layer.scatters[0].inputs[2],
-        past_key,
-        past_value,
+        next(value for value in graph.inputs if value.name == PAST_LENGTH),
+        *(cache.past for cache in layer.caches),
         cos,
         sin,
         *(None if node is None else node.inputs[1] for node in norms),
+        *_cache_inputs(graph, layer.caches),
     ]
     attributes = [
         ir.AttrInt64("num_heads", query.count),
@@ -223,8 +258,27 @@ def _fuse(graph: ir.Graph, layer: _Layer) -> None:
     # The weights of both norms are known by now, the result's readers come later.
     graph.insert_after(attention, fused)
     packed.replace(graph, layer.result, fused)
-    for index, scatter in enumerate(layer.scatters):
-        packed.replace(graph, scatter.outputs[0], fused, index + 1)
+    for index, cache in enumerate(layer.caches):
+        packed.replace(graph, cache.present, fused, index + 1)
+        fused.outputs[index + 1].shape = cache.past.shape
+
+
+def _cache_inputs(graph: ir.Graph, caches: tuple[Cache, Cache]) -> list[ir.Value | None]:
+    """The operator's inputs beside those that a float cache has."""
+    key = caches[0]
+    if key.scale is None:
+        return []
+    turned = [] if key.turn is None else key.turn.inputs[1:]
+    angles: list[ir.Value | None] = [
+        slot_angles(graph, angle, key.past) for angle in turned if angle is not None
+    ]
+    numbers = [
+        constant(graph, f"{cache.past.name}/{name}.channels", content)
+        for cache in caches
+        for name, content in (("scale", cache.scale), ("offset", cache.offset))
+        if content is not None
+    ]
+    return [*(angles or [None, None]), *numbers]
 
 
 def _joined(graph: ir.Graph, layer: _Layer, name: str) -> ir.Value:

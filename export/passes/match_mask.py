@@ -1,7 +1,8 @@
 """Recognising the masks of causal attention over a cache by what they are computed from.
 
 A canonical graph gives query s of row b the position p = past_length[b] + s, and lets it see the slots j <= p, in a
-windowed layer those with j > p - window, too. Whatever is computed in another way is no such mask.
+windowed layer those with j > p - window, too. Whatever is computed in another way is no such mask. Over a cache in
+delta form keys are the slots and, behind them, the new tokens: the mask is the same one, of other positions.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import onnx_ir as ir
 
 from kvgraph.export.contract import INPUT_IDS, PAST_LENGTH
 from kvgraph.export.passes.matching import constant_number, constant_values, int_attribute, made_by
+
+# Positions are below it.
+_NEVER = 1 << 30
 
 
 def match_window(mask: ir.Value | None, cache: ir.Value) -> int | None:
@@ -35,13 +39,13 @@ def match_window(mask: ir.Value | None, cache: ir.Value) -> int | None:
 def _is_causal(value: ir.Value | None, cache: ir.Value) -> bool:
     """slot <= position."""
     node = made_by(value, "LessOrEqual")
-    return node is not None and _is_slots(node.inputs[0], cache) and _is_query_positions(node.inputs[1])
+    return node is not None and _is_keys(node.inputs[0], cache) and _is_query_positions(node.inputs[1])
 
 
 def _window(value: ir.Value | None, cache: ir.Value) -> int | None:
     """w of slot > position - w."""
     node = made_by(value, "Greater")
-    if node is None or not _is_slots(node.inputs[0], cache):
+    if node is None or not _is_keys(node.inputs[0], cache):
         return None
     oldest = made_by(node.inputs[1], "Sub")
     if oldest is None or not _is_query_positions(oldest.inputs[0]):
@@ -50,7 +54,39 @@ def _window(value: ir.Value | None, cache: ir.Value) -> int | None:
     return int(window) if window is not None and window >= 1 else None
 
 
-def _is_slots(value: ir.Value | None, cache: ir.Value) -> bool:
+def _is_keys(value: ir.Value | None, cache: ir.Value) -> bool:
+    """The positions of keys: the numbers of the slots, or those and behind them the new tokens' positions."""
+    placed = made_by(value, "Unsqueeze")
+    both = None if placed is None else made_by(placed.inputs[0], "Concat")
+    if placed is None or both is None:
+        return is_slots(value, cache)
+    axes = constant_values(placed.inputs[1])
+    if (
+        axes is None
+        or axes.tolist() != [1, 2]
+        or len(both.inputs) != 2
+        or int_attribute(both, "axis", 0) != 1
+    ):
+        return False
+    return _is_filled(both.inputs[0], cache) and _is_new_positions(both.inputs[1])
+
+
+def _is_filled(value: ir.Value | None, cache: ir.Value) -> bool:
+    """[B, T]: the number of a slot below `past_length`, and of any other one a position that no query reaches."""
+    node = made_by(value, "Where")
+    filled = None if node is None else made_by(node.inputs[0], "Less")
+    if node is None or filled is None or node.inputs[1] is not filled.inputs[0]:
+        return False
+    never = constant_number(node.inputs[2])
+    return (
+        is_slots(filled.inputs[0], cache)
+        and _is_past(filled.inputs[1])
+        and never is not None
+        and never >= _NEVER
+    )
+
+
+def is_slots(value: ir.Value | None, cache: ir.Value) -> bool:
     """[T]: 0, 1, 2 ... up to the capacity, computed or written in."""
     capacity = None if cache.shape is None else cache.shape[2]
     constants = constant_values(value)
@@ -80,7 +116,12 @@ def _is_query_positions(value: ir.Value | None) -> bool:
         return False
     if constant_number(last.inputs[1]) not in (-1, 3) or constant_number(heads.inputs[1]) != 1:
         return False
-    total = made_by(heads.inputs[0], "Add")
+    return _is_new_positions(heads.inputs[0])
+
+
+def _is_new_positions(value: ir.Value | None) -> bool:
+    """[B, S]: past_length + 0, 1, 2 ... S - 1."""
+    total = made_by(value, "Add")
     if total is None:
         return False
     first, second = total.inputs

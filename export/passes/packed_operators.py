@@ -5,7 +5,9 @@
 * `PackedExperts(x [..., E], chosen [..., k] int64, shares [..., k], gate_up, down, residual [..., E])`: the sum of
   what a token's chosen experts give, each times its share, + residual, [..., E]; a weight holds those of all experts.
 * `CachedAttention(qkv [B, S, (H + 2 K) D], past_length [B], past_key [B, K, T, D], past_value, cos [B, S, R / 2], sin,
-  q_norm [D], k_norm [D])`: [B, S, H D], and the buffers with the new keys and values.
+  q_norm [D], k_norm [D], key_cos [1, T, R / 2], key_sin, key_scale [K, D], key_offset, value_scale, value_offset)`:
+  [B, S, H D], and the buffers with the new keys and values. Scales and offsets belong to codes of 8 bits; `key_cos` and
+  `key_sin`, the angles of the slots, to keys that are kept without their rotary embedding.
 
 Passes make and join these nodes before anything is packed: a weight is a value without content that knows what it will
 hold. `kvgraph.export.packed.target_weights` packs them in the end.

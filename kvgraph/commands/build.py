@@ -35,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ort-cpu only: kvgraph's own operators, or those of ONNX Runtime alone (default: kvgraph, if this "
         "installation has them)",
     )
+    parser.add_argument(
+        "--cache-dtype",
+        choices=("float32", "float16"),
+        help="ort-cpu only: what a float cache is kept in; float16 halves its memory, and cannot hold keys and values "
+        "beyond 65504 (default: float32)",
+    )
     engine = parser.add_argument_group("engines of TensorRT and TensorRT-RTX")
     engine.add_argument("--max-batch", type=int, metavar="N", help="most rows (default 1)")
     engine.add_argument(
@@ -95,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
 def _build_tensorrt(bundle: Bundle, args: argparse.Namespace) -> Target:
     if args.kernels is not None:
         raise ValueError(f"--kernels is for ort-cpu, the target is {args.target}; leave it out")
+    if args.cache_dtype is not None:
+        raise ValueError(f"--cache-dtype is for ort-cpu, the target is {args.target}; leave it out")
     from kvgraph.export.targets.tensorrt import TensorRTOptions, build_tensorrt
 
     options = TensorRTOptions(**{name: getattr(args, name) for name in _ENGINE_FLAGS.values()})
@@ -109,4 +117,6 @@ def _build_ort(bundle: Bundle, args: argparse.Namespace) -> Target:
             raise ValueError(
                 f"{flag} is for {' and '.join(_TENSORRT)}, the target is {args.target}; leave it out"
             )
-    return build_ort_cpu(bundle, args.kernels or "kvgraph", report=print)
+    return build_ort_cpu(
+        bundle, args.kernels or "kvgraph", report=print, cache_dtype=args.cache_dtype or "float32"
+    )
