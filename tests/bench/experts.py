@@ -2,24 +2,33 @@
 
 One layer's router and experts, traced as the exporter traces them, in each form of `kvgraph.models.experts`: for one
 token, for some rows of one token (decode of a batch) and for prompts. The forms take turns, and the medians are shown.
+With `--packed` the form that the exporter would choose takes turns with the operators of kvgraph's CPU kernels instead,
+in floats and in 4 bits.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import torch
 from torch import Tensor, nn
 
+from kvgraph.export.packed.target_weights import TargetWeights
+from kvgraph.export.targets.ort_cpu_graph import lower_to_kernels
 from kvgraph.export.trace import Argument, trace
-from kvgraph.models.experts import Experts, Router
+from kvgraph.export.weights_file import WEIGHTS_FILE
+from kvgraph.models.experts import GROUPED_FROM, Experts, Router
 from kvgraph.models.layers import Precision
+from kvgraph.runtime.kernels import library_path
 
 FLOAT32 = Precision(torch.float32, torch.float32)
 FORMS = ("gathered", "everywhere", "grouped")
@@ -27,8 +36,11 @@ FORMS = ("gathered", "everywhere", "grouped")
 SHAPES = ((8, 2, 512, 1024), (64, 4, 512, 384))
 DECODED = (1, 2, 4, 8)
 PROMPTS = (16, 64, 128, 256, 512, 1024)
-# The two forms of a prompt may add in another order.
+# The two forms of a prompt may add in another order; integers round their input, too.
 TOLERANCE = 1e-3
+ROUNDED_TOLERANCE = 0.3
+# The shape whose packed form is measured.
+PACKED_SHAPE = (16, 4, 1024, 1408)
 
 
 class Block(nn.Module):
@@ -57,7 +69,7 @@ def blocks(shape: tuple[int, int, int, int]) -> dict[str, Block]:
     return {form: Block(gate, experts, form) for form in FORMS}
 
 
-def session(block: Block, new_tokens: int | str, threads: int) -> Any:
+def model_of(block: Block, new_tokens: int | str) -> ir.Model:
     """The traced block with its weights."""
     hidden_size = block.gate.weight.shape[0]
     graph = trace(block, [Argument("x", torch.float32, ("B", new_tokens, hidden_size))])
@@ -67,14 +79,55 @@ def session(block: Block, new_tokens: int | str, threads: int) -> Any:
                 block.get_parameter(name.removeprefix("traced.")).numpy(), name=name
             )
     graph.inputs[0].name = "x"
+    return ir.Model(graph, ir_version=10)
+
+
+def round_experts(model: ir.Model) -> None:
+    """Experts' weights as INT4 in blocks of 32 inputs, as `quantize --recipe int4-wo` leaves them."""
+    for name, value in list(model.graph.initializers.items()):
+        if ".experts." not in name or value.const_value is None:
+            continue
+        blocks = value.const_value.numpy()
+        count, inputs, outputs = blocks.shape
+        blocks = blocks.reshape(count, inputs // 32, 32, outputs)
+        scale = np.abs(blocks).max(axis=2, keepdims=True).astype(np.float32) / 7
+        codes = np.rint(blocks / scale).reshape(count, inputs, outputs).astype(ml_dtypes.int4)
+        parts = []
+        for part, array in (("codes", codes), ("scale", scale[:, :, 0])):
+            tensor = ir.Tensor(array, name=f"{name}.{part}")
+            parts.append(ir.Value(name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype)))
+            parts[-1].const_value = tensor
+            model.graph.register_initializer(parts[-1])
+        attributes = [ir.AttrInt64("axis", 1), ir.AttrInt64("block_size", 32)]
+        node = ir.Node("", "DequantizeLinear", parts, attributes, name=f"{name}.node", num_outputs=1)
+        node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
+        value.replace_all_uses_with(node.outputs[0])
+        del model.graph.initializers[name]
+        model.graph.insert_before(model.graph[0], node)
+
+
+def session(model: ir.Model, threads: int, library: Path | None = None) -> Any:
+    """A graph as it stands, or in the operators of a library."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    model = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        if library is None:
+            ir.save(model, path, external_data="model.data")
+        else:
+            options.register_custom_ops_library(str(library))
+            lower_to_kernels(model)
+            weights = TargetWeights([model])
+            weights.place()
+            weights.write(Path(folder) / WEIGHTS_FILE)
+            path.write_bytes(ir.to_proto(model).SerializeToString())
+        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def medians_ms(sessions: dict[str, Any], x: np.ndarray[Any, Any], rounds: int) -> dict[str, float]:
+def medians_ms(
+    sessions: dict[str, Any], x: np.ndarray[Any, Any], rounds: int, tolerance: float = TOLERANCE
+) -> dict[str, float]:
     """Median time of each session, which must agree."""
     times: dict[str, list[float]] = {form: [] for form in sessions}
     expected = next(iter(sessions.values())).run(None, {"x": x})[0]
@@ -83,7 +136,7 @@ def medians_ms(sessions: dict[str, Any], x: np.ndarray[Any, Any], rounds: int) -
             start = time.perf_counter()
             (found,) = runner.run(None, {"x": x})
             times[form].append((time.perf_counter() - start) * 1e3)
-            np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+            np.testing.assert_allclose(found, expected, atol=tolerance)
     return {form: statistics.median(taken) for form, taken in times.items()}
 
 
@@ -97,7 +150,7 @@ def measure(shape: tuple[int, int, int, int], threads: int, rounds: int) -> None
         ("prompt", "S", ("everywhere", "grouped"), [(1, length) for length in PROMPTS]),
     ]
     for step, new_tokens, forms, sizes in plans:
-        sessions = {form: session(made[form], new_tokens, threads) for form in forms}
+        sessions = {form: session(model_of(made[form], new_tokens), threads) for form in forms}
         for batch, length in sizes:
             x = random.standard_normal((batch, length, hidden_size)).astype(np.float32)
             found = medians_ms(sessions, x, rounds if length == 1 else max(3, rounds // 4))
@@ -107,12 +160,44 @@ def measure(shape: tuple[int, int, int, int], threads: int, rounds: int) -> None
             print(f"  {step}, {batch} x {length}: {shown}: {other} is {ratio:.2f} times as fast", flush=True)
 
 
+def measure_packed(shape: tuple[int, int, int, int], bits: int, threads: int, rounds: int) -> None:
+    """Print a line for every step: what the exporter writes, and the same in kvgraph's operators."""
+    num_experts, top_k, hidden_size, size = shape
+    name = "float32" if bits == 32 else f"int{bits}"
+    print(f"{num_experts} experts, {top_k} for a token, hidden size {hidden_size}, width {size}, {name}")
+    made, random = blocks(shape), np.random.default_rng(0)
+    prompt = "grouped" if num_experts >= GROUPED_FROM * top_k else "everywhere"
+    for step, new_tokens, form, lengths in (
+        ("decode", 1, "gathered", DECODED),
+        ("prompt", "S", prompt, PROMPTS[1:]),
+    ):
+        sessions = {}
+        for kernels, library in (("onnxruntime", None), ("kvgraph", library_path())):
+            model = model_of(made[form], new_tokens)
+            if bits == 4:
+                round_experts(model)
+            sessions[kernels] = session(model, threads, library)
+        for count in lengths:
+            rows = (count, 1) if new_tokens == 1 else (1, count)
+            x = random.standard_normal((*rows, hidden_size)).astype(np.float32)
+            tolerance = TOLERANCE if bits == 32 else ROUNDED_TOLERANCE
+            found = medians_ms(sessions, x, rounds if new_tokens == 1 else max(3, rounds // 4), tolerance)
+            ratio = found["onnxruntime"] / found["kvgraph"]
+            shown = ", ".join(f"{kernels} {taken:.2f} ms" for kernels, taken in found.items())
+            print(f"  {step}, {rows[0]} x {rows[1]}: {shown}: {ratio:.2f} times as fast", flush=True)
+
+
 def main() -> None:
     """Parse the arguments and measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=21, help="of decode; prompts take a quarter of them")
+    parser.add_argument("--packed", action="store_true", help="measure kvgraph's operators")
     args = parser.parse_args()
+    if args.packed:
+        for bits in (32, 4):
+            measure_packed(PACKED_SHAPE, bits, args.threads, args.rounds)
+        return
     for shape in SHAPES:
         measure(shape, args.threads, args.rounds)
 
