@@ -129,12 +129,39 @@ void form_keys(const KeyForm& form, int64_t slot, int64_t slots, int64_t size, f
     }
 }
 
+// The same from the codes at once, where halves are whole registers: nothing is stored in between.
+template <class Element>
+void decode_keys(const typename Element::Stored* codes, const KeyForm& form, int64_t slot, int64_t slots,
+                 int64_t size, float* keys) {
+    auto key = [&](const typename Element::Stored* from, int64_t d) {
+        return Element::read(from + d) * load(form.scale + d) + load(form.offset + d);
+    };
+    for (int64_t j = 0; j < slots; ++j) {
+        const auto* from = codes + (slot + j) * size;
+        float* to = keys + j * size;
+        const float* cosines = form.cos + (slot + j) * form.half;
+        const float* sines = form.sin + (slot + j) * form.half;
+        for (int64_t i = 0; i < form.half; i += 16) {
+            const Floats first = key(from, i), second = key(from, form.half + i);
+            const Floats cos = load(cosines + i), sin = load(sines + i);
+            store(to + i, first * cos - second * sin);
+            store(to + form.half + i, second * cos + first * sin);
+        }
+        for (int64_t d = 2 * form.half; d < size; d += 16) store(to + d, key(from, d));
+    }
+}
+
 // Keys of some slots as floats: where they lie, or in `block`.
 template <class Element>
 const float* keys_of(const typename Element::Stored* keys, const KeyForm* form, int64_t slot, int64_t slots,
                      int64_t size, float* block) {
     if constexpr (std::is_same_v<Element, Float32Element>) {
         if (form == nullptr) return keys + slot * size;
+    }
+    if (form != nullptr && form->cos != nullptr && !form->interleaved && form->half % 16 == 0 &&
+        size % 16 == 0) {
+        decode_keys<Element>(keys, *form, slot, slots, size, block);
+        return block;
     }
     decode<Element>(keys + slot * size, slots * size, block);
     if (form != nullptr) form_keys(*form, slot, slots, size, block);

@@ -218,12 +218,18 @@ OPTIONS: list[dict[str, Any]] = [{}, {"window": 5}, {"window": 100}, {"softcap":
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
 @pytest.mark.parametrize("unrotated", [False, True])
+# Of the latter the halves that turn are whole registers.
+@pytest.mark.parametrize("heads", [(6, 2, 40, 17), (4, 2, 64, 16)])
 @pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize("kind", CODES)
 def test_options(
-    instruction_set: str, kind: str, tokens: int, unrotated: bool, options: dict[str, Any]
+    instruction_set: str,
+    kind: str,
+    tokens: int,
+    heads: tuple[int, int, int, int],
+    unrotated: bool,
+    options: dict[str, Any],
 ) -> None:
-    heads = (6, 2, 40, 17)
     check(given(heads, tokens, kind, unrotated, norm=True), heads, kind, **options)
 
 
