@@ -20,6 +20,8 @@ from kvgraph.export.contract import Contract, GraphName, graph_file
 SCHEMA_VERSION = 1
 BUNDLE_FILE = "bundle.json"
 TARGETS = "targets"
+# Says in a weight's description that it belongs to a rotated bundle, see `kvgraph.quant.rotated_bundle`.
+ROTATED = "rotated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,11 @@ class Bundle:
     files: Mapping[str, FileEntry]
     versions: Mapping[str, str]
     quantization: Mapping[str, Any] | None = None
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether the residual stream and the cache's values are those of the checkpoint in another basis."""
+        return any(entry.get(ROTATED, False) for entry in self.weights.values())
 
     def graph_path(self, graph: GraphName) -> Path:
         """The ONNX file of a graph."""

@@ -28,7 +28,6 @@ from kvgraph.quant.linears import Linear
 from kvgraph.quant.plan import GraphPlan, QuantizationPlan, needs_calibration, round_to_nearest
 from kvgraph.quant.proof import WeightProof, prove_weights
 from kvgraph.quant.rewrite import dequantize_weight, quantize_inputs, relocate_weights, reorder_inputs
-from kvgraph.quant.rotated_bundle import is_rotated
 from kvgraph.quant.scheme import ActivationScheme
 from kvgraph.quant.tensor_jobs import GraphChoice, TensorJob, choose_schemes, plan_jobs
 from kvgraph.quant.tensor_writer import write_tensor
@@ -156,7 +155,7 @@ def _refuse(bundle: Bundle, plan: QuantizationPlan, evaluation: Path | None) -> 
         raise ValueError(
             f"{bundle.path}: is quantized already ({', '.join(names)}); quantize the float bundle that it was made from"
         )
-    if plan.rotated != is_rotated(bundle):
+    if plan.rotated != bundle.is_rotated:
         asked, there = ("a rotation", "none") if plan.rotated else ("none", "one")
         raise ValueError(
             f"recipe {plan.name!r} asks for {asked} and {bundle.path} has {there}; give what rotated_bundle makes of a "

@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from kvgraph.export.bundle import Bundle, FileEntry, hash_file
+from kvgraph.export.bundle import ROTATED, Bundle, FileEntry, hash_file
 from kvgraph.export.contract import graph_file
 from kvgraph.export.weights_file import WEIGHTS_FILE, WeightsWriter, plan_layout
 from kvgraph.quant.bundle_weights import BundleWeights, as_float32
@@ -28,8 +28,6 @@ from kvgraph.quant.rewrite import relocate_weights
 from kvgraph.quant.rotation import RotationSites, find_rotation_sites
 
 HEAD = "lm_head.weight"
-# Says in a tensor's description that it belongs to a rotated bundle.
-ROTATED = "rotated"
 # Rows of a table that are rotated at a time.
 _ROWS = 4096
 
@@ -88,11 +86,6 @@ def rotate_bundle(bundle: Bundle, directory: Path) -> Bundle:
         for file in sorted(directory.iterdir())
     }
     return replace(bundle, path=directory, weights=described, files=files)
-
-
-def is_rotated(bundle: Bundle) -> bool:
-    """Whether a bundle was made by `rotate_bundle`, or from such a one."""
-    return any(entry.get(ROTATED, False) for entry in bundle.weights.values())
 
 
 def _source(name: str, weights: BundleWeights) -> str:

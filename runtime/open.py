@@ -51,7 +51,7 @@ def open_session(
     if kind != wanted:
         raise ValueError(f"target {target!r} runs on {wanted}, not on {device!r}; leave the device out")
     if threads is not None and kind != "cpu":
-        raise ValueError(f"threads is {threads}, but the device is {kind}; it is for a CPU, leave it out")
+        raise ValueError(f"threads are for a CPU, but the device is {kind}; leave them out")
     if target == "ort-cuda" and target not in available_targets(bundle):
         raise FileNotFoundError(
             f"{bundle.path}: no target 'ort-cuda', and nothing builds one yet; run the bundle itself with the device "

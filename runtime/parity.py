@@ -118,6 +118,7 @@ def compare_sessions(
     band: Band,
     chunk: int | None = None,
     layers: bool = False,
+    values: bool = True,
 ) -> ParityReport:
     """The errors of `candidate` against `reference` at every step over rows of tokens.
 
@@ -129,6 +130,7 @@ def compare_sessions(
         band: Which errors are accepted.
         chunk: Most tokens of one prefill call, default all.
         layers: Compare the residual stream too; both sessions must have been opened with `debug_outputs`.
+        values: Compare the caches' values, and not their keys alone; one whose values are rotated holds others.
 
     Raises:
         ValueError: The sessions are of different models, or the rows do not fit them.
@@ -151,7 +153,7 @@ def compare_sessions(
                 # An error of up to the tolerance in both of two logits can turn their order.
                 logits=compare_logits(logits[0][rows], logits[1][rows], tie=2 * tolerance),
                 logits_tolerance=tolerance,
-                cache=_compare_caches(step, (reference.contract, candidate.contract), caches, band),
+                cache=_compare_caches(step, (reference.contract, candidate.contract), caches, band, values),
                 hidden=tuple(_tensor_error(right[rows], other[rows], band) for right, other in hidden),
             )
         )
@@ -165,9 +167,9 @@ def allocate_for(steps: Sequence[Step], session: Session) -> Cache:
 
 
 def _compare_caches(
-    step: Step, contracts: tuple[Contract, Contract], caches: tuple[Cache, Cache], band: Band
+    step: Step, contracts: tuple[Contract, Contract], caches: tuple[Cache, Cache], band: Band, values: bool
 ) -> tuple[TensorError, ...]:
-    """Error of each layer's keys and values together, over the slots in use."""
+    """Error of each layer's keys and values together, over the slots in use; without `values` of the keys."""
     pairs = list(zip(contracts[0].state, contracts[1].state, strict=True))
     # The codes of a quantized cache are no values: its errors show in the logits.
     if any(tensor.dtype not in _FLOAT_CACHES for pair in pairs for tensor in pair):
@@ -176,6 +178,8 @@ def _compare_caches(
     in_use = np.arange(used.max()) < used[:, None]
     errors: list[TensorError] = []
     for tensor, _ in pairs:
+        if not values and tensor.role == "value":
+            continue
         right, other = (
             cache.read(tensor.name)[:, :, : used.max()].swapaxes(1, 2)[in_use] for cache in caches
         )

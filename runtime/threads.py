@@ -26,12 +26,15 @@ class Threads:
     cores: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.count is not None and self.count < 1:
-            raise ValueError(f"threads is {self.count}, expected 1 or more, or None for one a core")
+        if self.count is not None and (type(self.count) is not int or self.count < 1):
+            raise ValueError(
+                f"threads is {self.count!r}, expected a number from 1 on, or None for one a core"
+            )
         if self.cores is None:
             return
         if len(set(self.cores)) != len(self.cores) or any(core < 0 for core in self.cores):
-            raise ValueError(f"cores is {self.cores}, expected numbers from 0 on, each once")
+            named = ", ".join(map(str, self.cores))
+            raise ValueError(f"cores are {named}; expected numbers from 0 on, each once")
         if len(self.cores) < (self.count or 1):
             raise ValueError(
                 f"cores names {len(self.cores)}, expected one for each of {self.count or 1} threads"

@@ -89,6 +89,12 @@ def run(args: argparse.Namespace) -> int:
     other = None if args.against is None else Bundle.open(args.against)
     reference = _open_checkpoint(args, bundle) if other is None else _open_bundle(other, None, args.layers)
     band = _band(candidate, bundle, *([] if other is None else [other]))
+    same_basis = bundle.is_rotated == (other is not None and other.is_rotated)
+    if args.layers and not same_basis:
+        raise ValueError(
+            "--layers compares the residual stream, which one of the two has rotated; leave it out, or compare rotated "
+            "bundles with each other"
+        )
     if has_encoder(reference) and has_encoder(candidate):
         if bundle.residual_dtype == "float16" and other is None:
             print("overflow   not looked for: the residual stream is measured of models without an encoder")
@@ -107,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
         band=band,
         chunk=args.prefill_chunk,
         layers=args.layers,
+        values=same_basis,
     )
     code = _report(args, _with_overflow(report, bundle, reference, sequences))
     if args.save_polygraphy is not None:

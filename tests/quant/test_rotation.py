@@ -23,7 +23,7 @@ from kvgraph.quant.orthogonal import random_hadamard
 from kvgraph.quant.plan import GraphPlan, QuantizationPlan
 from kvgraph.quant.quantizer import quantize_bundle
 from kvgraph.quant.recipe import Recipe, load_recipe, parse_recipe
-from kvgraph.quant.rotated_bundle import is_rotated, rotated_bundle
+from kvgraph.quant.rotated_bundle import rotated_bundle
 from kvgraph.runtime.open import open_session
 from kvgraph.runtime.ort import OrtSession
 from kvgraph.runtime.session import Floats
@@ -87,7 +87,7 @@ def test_a_rotation_leaves_the_function(
     bundle = exported(tiny_checkpoint(name.split()[0], **FAMILIES[name]), dtype="float32")
     expected = all_logits(bundle)
     with rotated_bundle(bundle, tmp_path) as rotated:
-        assert is_rotated(rotated)
+        assert rotated.is_rotated
         np.testing.assert_allclose(
             all_logits(rotated), expected, atol=TOLERANCE * float(np.abs(expected).max())
         )
@@ -173,3 +173,21 @@ def test_rotated_bundles_run_and_build(
     assert np.isfinite(all_logits(bundle, "ort-cpu")).all()
     options = TensorRTOptions(max_context=16, prefill_chunk=4, compute_capabilities=(89,))
     assert build_tensorrt(bundle, "tensorrt-rtx", options).compute_capabilities == (89,)
+
+
+def test_compare_leaves_out_what_a_rotation_changes(
+    tiny: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rotated values are no error: a bundle in 8 bits is in the band of its source."""
+    recipe = tmp_path / "rotated.toml"
+    recipe.write_text('rotation = "hadamard"\n[linear.weight]\nformat = "int8"\n')
+    output = str(tmp_path / "out")
+    assert main(["quantize", str(tiny.path), "-o", output, "--recipe", str(recipe)]) == 0
+    against = ["compare", output, "--against", str(tiny.path), "--prefill", "8", "--steps", "4"]
+    assert main(against) == 0
+    assert "worst cache" in capsys.readouterr().out  # of the keys, which are not rotated
+    assert main([*against, "--layers"]) == 2
+    assert (
+        "--layers compares the residual stream, which one of the two has rotated" in capsys.readouterr().err
+    )
+    assert main(["compare", output, "--against", output, "--prefill", "8", "--steps", "4", "--layers"]) == 0

@@ -223,7 +223,7 @@ class TestCalls:
             prefill(session, session.allocate_cache(1), np.array([[V]]))
 
     def test_no_threads_at_all_is_refused(self, bundle):
-        with pytest.raises(ValueError, match="threads is 0, expected 1 or more"):
+        with pytest.raises(ValueError, match="threads is 0, expected a number from 1 on"):
             OrtSession(bundle, threads=0)
 
     @pytest.mark.parametrize("threads", [Threads(2, spin=False), Threads(cores=(1, 0))])

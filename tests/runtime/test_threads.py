@@ -51,8 +51,10 @@ def test_threads_are_bound_behind_the_calling_one() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"count": 0}, "threads is 0, expected 1 or more"),
-        ({"cores": (1, 1)}, "each once"),
+        ({"count": 0}, "threads is 0, expected a number from 1 on"),
+        ({"count": "2"}, "threads is '2', expected a number"),
+        ({"count": True}, "threads is True, expected a number"),
+        ({"cores": (1, 1)}, "cores are 1, 1; expected numbers from 0 on, each once"),
         ({"cores": (-1,)}, "from 0 on"),
         ({"count": 3, "cores": (0, 1)}, "cores names 2, expected one for each of 3 threads"),
         ({"cores": ()}, "cores names 0"),
