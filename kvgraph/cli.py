@@ -11,9 +11,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn, Protocol, cast
 
 from kvgraph import __version__
@@ -111,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        code = _dispatch(arguments)
+        with _terminated_as_interrupted():
+            code = _dispatch(arguments)
         sys.stdout.flush()  # here, where a closed pipe is still handled, and not at the interpreter's exit
     except BrokenPipeError:
         _discard_output()
@@ -137,6 +141,19 @@ def describe(error: Exception) -> str:
         if package in _EXTRAS:
             text = f"{package} is not installed; install {_EXTRAS[package]}"
     return " ".join(text.split()) or type(error).__name__
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """What a terminated command has half written is removed as after Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -122,6 +123,17 @@ def test_interrupt_gives_130(add_probe: AddCommand, capsys: pytest.CaptureFixtur
     assert cli.main(["probe"]) == 130
 
     assert capsys.readouterr().err == "kvgraph: interrupted\n"
+
+
+def test_termination_is_an_interrupt(add_probe: AddCommand, capsys: pytest.CaptureFixture[str]) -> None:
+    """A scheduler that stops a command leaves as little behind as Ctrl-C."""
+    before = signal.getsignal(signal.SIGTERM)
+    add_probe(lambda args: signal.raise_signal(signal.SIGTERM))
+
+    assert cli.main(["probe"]) == 130
+
+    assert capsys.readouterr().err == "kvgraph: interrupted\n"
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize(
