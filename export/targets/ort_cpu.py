@@ -46,8 +46,8 @@ def build_ort_cpu(
 ) -> Target:
     """Write the bundle's graphs, lowered for a CPU, to `targets/ort-cpu/`.
 
-    The caches of a bundle in bfloat16, and in kvgraph's kernels of one in float16, become float32 too; INT8 and FP8 ones,
-    which kvgraph's kernels write in place, have scatter form there. The contract in target.json says so.
+    The caches of a bundle in bfloat16, and in kvgraph's kernels of one in float16, become float32 too; INT8 and FP8
+    ones, which kvgraph's kernels write in place, have scatter form there. The contract in target.json says so.
 
     Args:
         bundle: What to build; its own files stay as they are.
