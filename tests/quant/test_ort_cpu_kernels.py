@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 
 # Logits reach 5; the rounding of inputs in blocks moves them by up to 0.16.
 TOLERANCE = 0.05
-# A quantized head is no product that ONNX Runtime fuses: there, its input is not rounded.
+# A quantized head is no product that ONNX Runtime fuses: there, its input is not rounded. Nor are those of experts.
 HEAD_TOLERANCE = 0.15
 # Recipe -> what `input` says in the graph.
 RECIPES = {
@@ -83,19 +83,23 @@ def test_a_recipe_is_computed_as_it_says(
     np.testing.assert_allclose(found, expected, atol=TOLERANCE)
 
 
+def in_both_forms(bundle: Bundle, operator: str) -> list[Counter[str]]:
+    """How an operator's nodes round their input in a target of each form; the logits of both agree."""
+    found, inputs = [], []
+    for form in get_args(Kernels):
+        target = build_ort_cpu(bundle, form)
+        found.append(logits(open_session(bundle, "ort-cpu", threads=1), bundle.contract.vocab_size))
+        inputs.append(attributes(target.graph_path("prefill"), operator, "input"))
+    np.testing.assert_allclose(found[0], found[1], atol=TOLERANCE)
+    return inputs
+
+
 @pytest.mark.parametrize("recipe", OTHERS)
 def test_what_has_no_packed_form_runs_as_before(
     recipe: str, tied: Bundle, quantized: Callable[[Bundle, str], Bundle]
 ) -> None:
-    bundle = quantized(tied, recipe)
-    found = []
-    for form in get_args(Kernels):
-        target = build_ort_cpu(bundle, form)
-        found.append(logits(open_session(bundle, "ort-cpu", threads=1), bundle.contract.vocab_size))
-        products = attributes(target.graph_path("prefill"), "PackedLinear", "input")
-        # The head stays float.
-        assert products == ({"float": 1} if form == "kvgraph" else {})
-    np.testing.assert_allclose(found[0], found[1], atol=TOLERANCE)
+    # The head stays float.
+    assert in_both_forms(quantized(tied, recipe), "PackedLinear") == [{"float": 1}, {}]
 
 
 def test_prefill_and_decode_of_two_recipes_have_a_graph_each(
@@ -112,6 +116,34 @@ def test_prefill_and_decode_of_two_recipes_have_a_graph_each(
     np.testing.assert_allclose(
         found, logits(OrtSession(bundle, threads=1), bundle.contract.vocab_size), atol=TOLERANCE
     )
+
+
+@pytest.mark.parametrize("recipe", ["int8-wo", "int4-wo", "uint4-wo"])
+def test_experts_are_computed_as_the_canonical_graphs_do(
+    recipe: str,
+    exported: Callable[..., Bundle],
+    tiny_checkpoint: Callable[..., Path],
+    quantized: Callable[[Bundle, str], Bundle],
+) -> None:
+    mixtral = tiny_checkpoint("mixtral", num_hidden_layers=1, num_local_experts=5, num_experts_per_tok=2)
+    bundle = quantized(exported(mixtral), recipe)
+    target = build_ort_cpu(bundle)
+    assert sorted(target.files) == ["prefill.onnx", "weights.safetensors"]
+    graph = target.graph_path("prefill")
+    for name in ("format", "down_format"):
+        assert attributes(graph, "PackedExperts", name) == {recipe.removesuffix("-wo"): 1}
+    found = logits(open_session(bundle, "ort-cpu", threads=1), bundle.contract.vocab_size)
+    expected = logits(OrtSession(bundle, threads=1), bundle.contract.vocab_size)
+    np.testing.assert_allclose(found, expected, atol=HEAD_TOLERANCE)
+
+
+def test_experts_without_a_packed_form_run_as_before(
+    exported: Callable[..., Bundle],
+    tiny_checkpoint: Callable[..., Path],
+    quantized: Callable[[Bundle, str], Bundle],
+) -> None:
+    mixtral = tiny_checkpoint("mixtral", num_hidden_layers=1, num_local_experts=5, num_experts_per_tok=2)
+    assert in_both_forms(quantized(exported(mixtral), "fp8-wo"), "PackedExperts") == [{}, {}]
 
 
 MIXED = """
