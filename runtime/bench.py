@@ -43,6 +43,8 @@ from kvgraph.runtime.tokenizer import Tokenizer
 _PREFILL, _DECODE = "prefill.", "decode."
 # What an encoder reads once for a source.
 _ENCODER, _CROSS = "model.encoder.", (".cross_attn.k_proj.", ".cross_attn.v_proj.")
+# A layer's experts, of which each token reads those that it chose.
+_EXPERTS = ".mlp.experts."
 _TOKEN_TABLE, _POSITION_TABLE = "model.embed_tokens.", "model.embed_positions."
 # Steps before the timed ones: the first grows the buffers and binds them.
 _WARM_UP_STEPS = 2
@@ -85,7 +87,7 @@ def bench(
         target=target,
         model_type=bundle.model_type,
         dtype=bundle.dtype,
-        weights_bytes=weights_read(bundle, target),
+        weights_bytes=weights_read(bundle, target, options.batch_size),
         cache_bytes_per_token=cache_bytes_per_token(session.contract),
         session=session.info,
         machine=machine,
@@ -97,18 +99,18 @@ def bench(
         prefill=prefill,
         prefill_tokens_per_s=options.batch_size * options.prompt_tokens / prefill.median_s,
         loop_overhead=Timing.of([gap for run in runs for gap in run.gaps_s]),
-        decode=_speeds(weights_read(bundle, target), session, options, decoding),
+        decode=_speeds(weights_read(bundle, target, options.batch_size), session, options, decoding),
         memory_in_use_bytes=decoding.memory_in_use_bytes,
         peak_memory_bytes=decoding.peak_memory_bytes,
         memory_bandwidth_bytes_per_s=decoding.bandwidth,
     )
 
 
-def weights_read(bundle: Bundle, target: str | None = None) -> int:
+def weights_read(bundle: Bundle, target: str | None = None, batch_size: int = 1) -> int:
     """Bytes of the weights that a decode step reads, as the target stores them, or the bundle where it has none.
 
     That is all of them except those of prefill or an encoder alone, and embedding tables: of those a step reads a row,
-    unless the table is the head too.
+    unless the table is the head too. Of experts it is those that the rows choose, each its own.
     """
     own = None if target is None else bundle.target_path(target) / WEIGHTS_FILE
     path = own if own is not None and own.is_file() else bundle.path / WEIGHTS_FILE
@@ -116,14 +118,16 @@ def weights_read(bundle: Bundle, target: str | None = None) -> int:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     header.pop("__metadata__", None)
     tables = (_POSITION_TABLE,) if bundle.config["tie_word_embeddings"] else (_POSITION_TABLE, _TOKEN_TABLE)
-    ranges = [
-        entry["data_offsets"]
+    num_experts = bundle.config.get("num_local_experts") or bundle.config.get("num_experts") or 1
+    chosen = min(num_experts, batch_size * bundle.config.get("num_experts_per_tok", 1))
+    sizes = [
+        (entry["data_offsets"][1] - entry["data_offsets"][0]) * (chosen if _EXPERTS in name else num_experts)
         for name, entry in header.items()
         if not name.startswith((_PREFILL, _ENCODER))
         and not any(part in name for part in _CROSS)
         and not name.removeprefix(_DECODE).startswith(tables)
     ]
-    return sum(stop - start for start, stop in ranges)
+    return sum(sizes) // num_experts
 
 
 def cache_bytes_per_token(contract: Contract) -> int:

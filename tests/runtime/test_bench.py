@@ -174,23 +174,40 @@ def test_embedding_table_is_read_only_where_it_is_the_head(bundle: Bundle, tied:
     assert weights_read(replace(bundle, config={"tie_word_embeddings": tied})) == 2 * numbers
 
 
-def test_weights_of_prefill_alone_are_not_read(bundle: Bundle, tmp_path: Path) -> None:
-    table = "model.embed_tokens.weight/packed"
-    sizes = {f"prefill.{table}": 640, f"decode.{table}": 320, "decode.lm_head.weight/packed": 64}
+def write_target(folder: Path, sizes: dict[str, int]) -> None:
+    """A weights file of the ort-cpu target, of tensors of so many bytes."""
     header: dict[str, Any] = {"__metadata__": {}}
     end = 0
     for name, size in sizes.items():
         header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
         end += size
-    target = tmp_path / "targets" / "ort-cpu"
+    target = folder / "targets" / "ort-cpu"
     target.mkdir(parents=True)
     text = json.dumps(header).encode()
     (target / "weights.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def test_weights_of_prefill_alone_are_not_read(bundle: Bundle, tmp_path: Path) -> None:
+    table = "model.embed_tokens.weight/packed"
+    write_target(
+        tmp_path, {f"prefill.{table}": 640, f"decode.{table}": 320, "decode.lm_head.weight/packed": 64}
+    )
     tied, untied = (
         replace(bundle, path=tmp_path, config={"tie_word_embeddings": tied}) for tied in (True, False)
     )
     assert weights_read(tied, "ort-cpu") == 320 + 64
     assert weights_read(untied, "ort-cpu") == 64
+
+
+@pytest.mark.parametrize(("batch_size", "experts"), [(1, 2), (3, 6), (5, 8)])
+def test_experts_that_no_row_chooses_are_not_read(
+    bundle: Bundle, tmp_path: Path, batch_size: int, experts: int
+) -> None:
+    names = ("model.layers.0.mlp.experts.gate_proj.weight", "model.layers.0.mlp.shared_expert.up_proj.weight")
+    write_target(tmp_path, {names[0]: 8 * 100, names[1]: 30})
+    config = {"tie_word_embeddings": False, "num_experts": 8, "num_experts_per_tok": 2}
+    found = weights_read(replace(bundle, path=tmp_path, config=config), "ort-cpu", batch_size)
+    assert found == experts * 100 + 30
 
 
 def test_cache_bytes_are_those_of_all_layers() -> None:
