@@ -127,7 +127,7 @@ def weights_read(bundle: Bundle, target: str | None = None, batch_size: int = 1)
         and not any(part in name for part in _CROSS)
         and not name.removeprefix(_DECODE).startswith(tables)
     ]
-    return sum(sizes) // num_experts
+    return int(sum(sizes) // num_experts)
 
 
 def cache_bytes_per_token(contract: Contract) -> int:
