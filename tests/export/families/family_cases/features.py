@@ -74,9 +74,7 @@ def parts(model: Model, config: ModelConfig) -> Iterator[str]:
             "q/k norm": any("q_norm" in name for name in names),
             "soft caps": bool(setting(config, "attn_logit_softcapping")),
             "clipped q/k/v": bool(setting(config, "clip_qkv")),
-            f"MoE {setting(config, 'num_experts_per_tok')} of {setting(config, 'num_experts')}": bool(
-                experts
-            ),
+            **{f"MoE {module.gate.top_k} of {module.experts.num_experts}": True for module in experts},
             "shared expert": any(module.shared_expert is not None for module in experts),
             "parallel branches": has_layers(model, ParallelLayer),
             "sandwich norms": has_layers(model, SandwichLayer),
