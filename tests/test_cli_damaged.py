@@ -55,7 +55,9 @@ def test_damaged_graph_is_one_line_with_its_name_and_a_way_out(damaged, tmp_path
 
 
 def test_output_inside_the_bundle_is_refused_before_any_work(bundle, capsys, monkeypatch):
-    monkeypatch.setattr("kvgraph.quant.plan.parse_plan", lambda text: pytest.fail("work was done"))
+    monkeypatch.setattr(
+        "kvgraph.quant.quantizer.quantize_bundle", lambda *_, **__: pytest.fail("work was done")
+    )
     for output, where in (
         (bundle / "int8", "inside"),
         (bundle / "a" / ".." / "b", "inside"),

@@ -71,11 +71,11 @@ def run(args: argparse.Namespace) -> int:
     from kvgraph.quant.rotated_bundle import rotated_bundle
 
     plan = _plan(args)
+    refuse_output(Bundle.open(args.bundle), args.output)
     # Before calibration, which may take an hour; without, while the weights are rounded.
     at_once = args.calibration is not None or plan.rotated
     source = Bundle.open(args.bundle, verify=at_once)
     evaluation = None if args.evaluation is None else Path(args.evaluation)
-    refuse_output(source, args.output)
     if args.plot is not None:
         check_folder(args.plot)
     with ExitStack() as stack:

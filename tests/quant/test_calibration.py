@@ -63,9 +63,16 @@ def oracle(checkpoint: Path, sequences: Sequence[Ids]) -> tuple[dict[str, Floats
     def keep(name: str) -> Callable[..., None]:
         return lambda _, args: inputs.setdefault(name, []).append(args[0][0].numpy())
 
+    def keep_keys(layer: int) -> Callable[..., None]:
+        heads = (-1, model.config.num_key_value_heads, model.config.head_dim)
+        entries = cached.setdefault(f"layers.{layer}.unrotated_key", [])
+        return lambda _, args, keys: entries.append(keys[0].reshape(heads).numpy())
+
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
             module.register_forward_pre_hook(keep(name))
+    for layer, block in enumerate(model.model.layers):
+        block.self_attn.k_proj.register_forward_hook(keep_keys(layer))
     with torch.no_grad():
         for ids in sequences:
             found = model(torch.from_numpy(ids)[None], use_cache=True).past_key_values
