@@ -82,12 +82,13 @@ def bench(
     first, *runs = _time_runs(session, options, tokenizer)
     decoding = _time_steps(session, options)
     prefill = Timing.of([run.prefill_s for run in runs])
+    weights = weights_read(bundle, target, options.batch_size)
     return BenchReport(
         bundle=str(bundle.path),
         target=target,
         model_type=bundle.model_type,
         dtype=bundle.dtype,
-        weights_bytes=weights_read(bundle, target, options.batch_size),
+        weights_bytes=weights,
         cache_bytes_per_token=cache_bytes_per_token(session.contract),
         session=session.info,
         machine=machine,
@@ -99,7 +100,7 @@ def bench(
         prefill=prefill,
         prefill_tokens_per_s=options.batch_size * options.prompt_tokens / prefill.median_s,
         loop_overhead=Timing.of([gap for run in runs for gap in run.gaps_s]),
-        decode=_speeds(weights_read(bundle, target, options.batch_size), session, options, decoding),
+        decode=_speeds(weights, session, options, decoding),
         memory_in_use_bytes=decoding.memory_in_use_bytes,
         peak_memory_bytes=decoding.peak_memory_bytes,
         memory_bandwidth_bytes_per_s=decoding.bandwidth,
