@@ -185,22 +185,35 @@ inline Floats gelu_tanh(Floats x) {
     return x / (1.0f + exponential(-twice_root * (x + 0.044715f * x * x * x)));
 }
 
-void activate(int activation, float* numbers) {
-    const Floats x = load(numbers);
+inline Floats activated(int activation, Floats x) {
     switch (activation) {
         case kSilu:
-            return store(numbers, x / (1.0f + exponential(-x)));
+            return x / (1.0f + exponential(-x));
         case kGeluTanh:
-            return store(numbers, gelu_tanh(x));
+            return gelu_tanh(x);
         case kRelu:
-            return store(numbers, larger(x, Floats{}));
+            return larger(x, Floats{});
         case kGelu:
-            for (int i = 0; i < 16; ++i) {
-                numbers[i] = 0.5f * numbers[i] * (1.0f + erff(numbers[i] * 0.70710678f));
-            }
-            return;
+            for (int i = 0; i < 16; ++i) x[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678f));
+            return x;
         default:
-            return;
+            return x;
+    }
+}
+
+void finish(const Finish& panel) {
+    const auto [tile, up, bias, up_bias, residual, output, rows, count, width, gate, activation] = panel;
+    const Floats added = bias == nullptr ? Floats{} : load_part(bias, count);
+    const Floats up_added = up_bias == nullptr ? Floats{} : load_part(up_bias, count);
+    for (int64_t row = 0; row < rows; ++row) {
+        Floats result = load(tile + row * kPanel) + added;
+        if (up != nullptr) result = activated(gate, result) * (load(up + row * kPanel) + up_added);
+        result = activated(activation, result);
+        if (residual != nullptr) result += load_part(residual + row * width, count);
+        if (count == kPanel)
+            store(output + row * width, result);
+        else
+            std::memcpy(output + row * width, &result, static_cast<size_t>(count) * sizeof(float));
     }
 }
 

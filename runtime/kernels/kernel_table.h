@@ -27,7 +27,7 @@ constexpr Kernels kernel_table(const char* name) {
             round_blocks,
             round_row,
             gather,
-            activate,
+            finish,
             {cache_kernels<Float32Element>(), cache_kernels<Float16Element>(), cache_kernels<Int8Element>(),
              cache_kernels<Float8Element>()},
             nullptr};

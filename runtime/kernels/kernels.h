@@ -25,6 +25,9 @@ struct Packing {
     int64_t panel_bytes(int64_t in_features) const;
 };
 
+enum Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };
+Activation parse_activation(const std::string& name);
+
 Packing parse_packing(const std::string& format, const std::string& scale_format);
 
 // Rows of the input as integer products take them. The rows of a tile lie together, block by block: whole
@@ -65,6 +68,19 @@ struct SplitKernels {
     void (*multiply)(const SplitProduct& product);
 };
 
+// What happens to the sums of a panel, or of two where it is the gate of the other: bias, activation,
+// residual, and a place in the result for the columns that are no padding.
+struct Finish {
+    const float* tile;      // [rows, kPanel]
+    const float* up;        // likewise; null where nothing is gated
+    const float* bias;      // [count], or null
+    const float* up_bias;   // likewise
+    const float* residual;  // [rows, count], `width` numbers from one row to the next; or null
+    float* output;          // likewise
+    int64_t rows, count, width;
+    Activation gate, activation;
+};
+
 struct Kernels {
     const char* name;
     int rows;        // rows of the input that `integer_tile` takes at once
@@ -89,8 +105,7 @@ struct Kernels {
     // One column of a panel, in float32.
     void (*gather)(const Packing&, const uint8_t* panel, int column, int64_t size, float* to);
 
-    // Sixteen numbers at a time, in place.
-    void (*activate)(int activation, float* numbers);
+    void (*finish)(const Finish& panel);
 
     CacheKernels caches[kCacheTypes];  // by CacheType
 
@@ -110,8 +125,5 @@ bool amx_available();
 Kernels amx_kernels();
 extern const SplitKernels kAmxSplitKernels;
 #endif
-
-enum Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };
-Activation parse_activation(const std::string& name);
 
 }  // namespace kvgraph

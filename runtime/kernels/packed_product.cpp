@@ -198,9 +198,7 @@ void PackedProduct::panels(const Operands& operands, int64_t begin, int64_t end)
                 else
                     float_panel(operands, top, bottom, panel, tiles[part]);
             }
-            for (int64_t row = top; row < bottom; ++row) {
-                finish(operands, unit, row, tiles[0] + (row - top) * kPanel, tiles[1] + (row - top) * kPanel);
-            }
+            finish(operands, unit, top, bottom, tiles[0], tiles[1]);
         }
     }
 }
@@ -240,10 +238,8 @@ void PackedProduct::split_panels(const Operands& operands, int64_t begin, int64_
             }
         }
         for (int64_t unit = begin; unit < end; ++unit) {
-            float* tile = tiles + (unit - begin) * a_unit * panel_tile;
-            for (int64_t row = top; row < bottom; ++row, tile += kPanel) {
-                finish(operands, unit, row, tile, tile + panel_tile);
-            }
+            const float* tile = tiles + (unit - begin) * a_unit * panel_tile;
+            finish(operands, unit, top, bottom, tile, tile + panel_tile);
         }
     }
 }
@@ -272,28 +268,16 @@ void PackedProduct::float_panel(const Operands& operands, int64_t top, int64_t b
     }
 }
 
-// One row of a unit: bias, activation, residual, and the columns that are not padding.
-void PackedProduct::finish(const Operands& operands, int64_t unit, int64_t row, float* tile,
-                           float* up) const {
-    const int64_t column = unit * kPanel, count = std::min(kPanel, width_ - column);
-    if (operands.bias != nullptr) {
-        for (int64_t c = 0; c < count; ++c) tile[c] += operands.bias[column + c];
-    }
-    if (gate_ != kNone) {
-        if (operands.bias != nullptr) {
-            for (int64_t c = 0; c < count; ++c) up[c] += operands.bias[width_ + column + c];
-        }
-        kernels().activate(gate_, tile);
-        for (int64_t c = 0; c < kPanel; ++c) tile[c] *= up[c];
-    }
-    if (activation_ != kNone) kernels().activate(activation_, tile);
-    float* output = operands.output + row * width_ + column;
-    if (operands.residual != nullptr) {
-        const float* residual = operands.residual + row * width_ + column;
-        for (int64_t c = 0; c < count; ++c) output[c] = tile[c] + residual[c];
-    } else {
-        std::memcpy(output, tile, static_cast<size_t>(count) * sizeof(float));
-    }
+// The rows top ... bottom - 1 of a unit, whose sums are in `tile` and, where it is gated, `up`.
+void PackedProduct::finish(const Operands& operands, int64_t unit, int64_t top, int64_t bottom,
+                           const float* tile, const float* up) const {
+    const bool gated = gate_ != kNone;
+    const int64_t column = unit * kPanel, place = top * width_ + column;
+    const float* bias = operands.bias == nullptr ? nullptr : operands.bias + column;
+    kernels().finish({tile, gated ? up : nullptr, bias, bias != nullptr && gated ? bias + width_ : nullptr,
+                      operands.residual == nullptr ? nullptr : operands.residual + place,
+                      operands.output + place, bottom - top, std::min(kPanel, width_ - column), width_, gate_,
+                      activation_});
 }
 
 }  // namespace kvgraph

@@ -56,7 +56,8 @@ class PackedProduct {
     void split_panels(const Operands& operands, int64_t begin, int64_t end) const;
     void integer_panel(const Operands&, int64_t top, int64_t bottom, const uint8_t* panel, float* tile) const;
     void float_panel(const Operands&, int64_t top, int64_t bottom, const uint8_t* panel, float* tile) const;
-    void finish(const Operands& operands, int64_t unit, int64_t row, float* tile, float* up) const;
+    void finish(const Operands& operands, int64_t unit, int64_t top, int64_t bottom, const float* tile,
+                const float* up) const;
 
     int64_t in_features_;
     Packing packing_;
