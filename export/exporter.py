@@ -26,9 +26,10 @@ from kvgraph.export.architecture import (
 from kvgraph.export.bundle import BUNDLE_FILE, SCHEMA_VERSION, TARGETS, Bundle, FileEntry, hash_file
 from kvgraph.export.contract import GRAPHS, Contract, GraphName, graph_file, hidden_state
 from kvgraph.export.end_tokens import check_end_tokens
+from kvgraph.export.parameter_rows import ParameterRows
 from kvgraph.export.passes.bind_capacity import bind_capacity
 from kvgraph.export.trace import fake_model
-from kvgraph.export.weight_bytes import as_bytes, check_tied, one_thread, weight_pieces
+from kvgraph.export.weight_bytes import as_bytes, check_tied, one_thread
 from kvgraph.export.weights_file import WEIGHTS_FILE, WeightLayout, plan_layout, write_weights
 from kvgraph.export.writer import writing_directory
 from kvgraph.models.checkpoint import Checkpoint
@@ -204,10 +205,10 @@ def _write_weights(path: Path, stream: WeightStream, traced: TracedModel, layout
     def tensors() -> Iterator[tuple[str, Iterator[memoryview]]]:
         with tqdm(total=layout.size, desc="weights", unit="B", unit_scale=True, disable=None) as bar:
             for name, stored in layout.tensors.items():
-                dtype = getattr(torch, stored.dtype)
-                yield name, as_bytes(weight_pieces(stream, name, traced.weights.sources[name], dtype))
+                yield name, as_bytes(rows.pieces(name, getattr(torch, stored.dtype)))
                 bar.update(stored.size)
 
+    rows = ParameterRows(stream, traced.weights.sources)
     with one_thread():
         return write_weights(path, layout, tensors())
 

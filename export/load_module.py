@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from kvgraph.export.weight_bytes import check_tied, weight_pieces
+from kvgraph.export.parameter_rows import ParameterRows
+from kvgraph.export.weight_bytes import check_tied
 from kvgraph.models.checkpoint import Checkpoint
 from kvgraph.models.encoder_decoder import Model
 from kvgraph.models.family import family
@@ -32,11 +33,11 @@ def load_module(checkpoint: Checkpoint, dtype: str = "float32", residual_dtype: 
     plan = plan_weights(family(config.model_type), model, stream.names)
     stream.check(plan.shapes, plan.ignorable)
     check_tied(stream, plan)
-    names = model.names()
+    names, rows = model.names(), ParameterRows(stream, plan.sources)
     for path in [path for path, _ in model.named_parameters()]:
         owner, _, attribute = path.rpartition(".")
         unset, name = model.get_parameter(path), names[path]
-        rows = torch.cat(list(weight_pieces(stream, name, plan.sources[name], unset.dtype)))
+        values = torch.cat(list(rows.pieces(name, unset.dtype))).view(unset.shape)
         # A module that several pieces share gets it in all of them.
-        setattr(model.get_submodule(owner), attribute, nn.Parameter(rows.view(unset.shape), False))
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(values, False))
     return model.requires_grad_(False)

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
-from kvgraph.export.weight_bytes import check_tied, weight_pieces
+from kvgraph.export.parameter_rows import ParameterRows
+from kvgraph.export.weight_bytes import check_tied
 from kvgraph.float16_range import ResidualPeak, find_overflow, residual_peak
 from kvgraph.models.checkpoint import Checkpoint
 from kvgraph.models.decoder import Decoder
@@ -126,7 +127,7 @@ class _Loaded:
     """Holds the weights of one piece of a model on the meta device, within a `with` block."""
 
     def __init__(self, model: Decoder, piece: str, stream: WeightStream, plan: WeightPlan) -> None:
-        self._model, self._stream, self._plan = model, stream, plan
+        self._model, self._rows = model, ParameterRows(stream, plan.sources)
         self._paths = [
             path for path, _ in model.named_parameters(remove_duplicate=False) if path.startswith(f"{piece}.")
         ]
@@ -135,8 +136,7 @@ class _Loaded:
         names = self._model.names()
         for path in self._paths:
             unset, name = self._model.get_parameter(path), names[path]
-            pieces = list(weight_pieces(self._stream, name, self._plan.sources[name], unset.dtype))
-            self._set(path, torch.cat(pieces).view(unset.shape))
+            self._set(path, torch.cat(list(self._rows.pieces(name, unset.dtype))).view(unset.shape))
 
     def __exit__(self, *_: object) -> None:
         for path in self._paths:

@@ -1,82 +1,16 @@
-"""Checkpoint tensors in the form that the graphs store: converted, transposed, a piece at a time."""
+"""Checkpoint tensors on their way to a file: one core for each, their bytes, and copies that must agree."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from kvgraph.models.sources import WeightPlan, WeightSource
+from kvgraph.export.parameter_rows import PIECE_BYTES
+from kvgraph.models.sources import WeightPlan
 from kvgraph.models.weights import WeightStream
-
-# Measured: a matrix is turned fastest in pieces that fit a core's cache, and larger ones write no faster.
-PIECE_BYTES = 2 << 20
-
-
-def weight_pieces(
-    stream: WeightStream, parameter: str, source: WeightSource, dtype: torch.dtype
-) -> Iterator[Tensor]:
-    """A parameter's rows in order, in pieces of about `PIECE_BYTES`, as `dtype`.
-
-    A tensor whose stored columns are wanted (transposed, or cut along axis 1) is read whole; any other is read a
-    piece at a time. Stacked tensors follow one another, which is how their stack lies in memory.
-
-    Raises:
-        ValueError: A value of the checkpoint is not finite, or overflows `dtype`.
-    """
-    for name in source.names:
-        for piece in _stored_pieces(stream, name, source, max(dtype.itemsize, 4)):
-            shifted = piece if source.add == 0 else piece.to(torch.float32) + source.add
-            converted = shifted.to(dtype).contiguous()
-            _require_range(parameter, shifted, converted)
-            yield converted
-
-
-def _require_range(parameter: str, given: Tensor, converted: Tensor) -> None:
-    largest = torch.finfo(converted.dtype).max
-    if largest >= torch.finfo(given.dtype).max or not converted.numel():
-        return
-    low, high = (bound.item() for bound in torch.aminmax(converted))
-    if math.isinf(low) or math.isinf(high):
-        dtype = str(converted.dtype).removeprefix("torch.")
-        wider = "bfloat16 or float32" if converted.dtype == torch.float16 else "float32"
-        raise ValueError(
-            f"{parameter}: holds {given.abs().max().item():g}, more than {dtype}'s {largest:g}; "
-            f"export with --dtype {wider}"
-        )
-
-
-def _stored_pieces(stream: WeightStream, name: str, source: WeightSource, itemsize: int) -> Iterator[Tensor]:
-    """Pieces of one tensor, in the parameter's orientation and the checkpoint's type."""
-    shape = stream.spec(name).shape
-    if source.transpose or source.axis == 1:
-        whole = stream.read_rows(name, 0, shape[0])
-        if source.ranges:
-            whole = torch.cat([whole.narrow(source.axis, a, b - a) for a, b in source.ranges], source.axis)
-        yield from (
-            _turned(whole, itemsize) if source.transpose else torch.split(whole, _step(whole, itemsize))
-        )
-        return
-    step = max(1, PIECE_BYTES // (itemsize * math.prod(shape[1:])))
-    for start, stop in source.ranges or ((0, shape[0]),):
-        for row in range(start, stop, step):
-            yield stream.read_rows(name, row, min(row + step, stop))
-
-
-def _turned(matrix: Tensor, itemsize: int) -> Iterator[Tensor]:
-    """The transpose of a matrix, a few rows at a time.
-
-    The columns are copied out first: torch turns a whole matrix about five times as fast as part of a larger one.
-    """
-    for columns in torch.split(matrix, _step(matrix.T, itemsize), dim=1):
-        yield columns.contiguous().T
-
-
-def _step(rows: Tensor, itemsize: int) -> int:
-    return max(1, PIECE_BYTES // (itemsize * math.prod(rows.shape[1:])))
 
 
 @contextmanager

@@ -57,6 +57,9 @@ class FloatWeights(Protocol):
     def read_columns(self, name: str, start: int, stop: int) -> NDArray[np.generic]:
         """Columns `start` to `stop` of a matrix."""
 
+    def read_expert(self, name: str, expert: int, start: int, stop: int) -> NDArray[np.generic]:
+        """The same of one of several stacked matrices."""
+
 
 class BundleWeights:
     """An open weights file; a context manager.
@@ -124,6 +127,10 @@ class BundleWeights:
             data = self._bytes(stored, (row * columns + start) * size, (stop - start) * size)
             result[row] = data.view(result.dtype)
         return result
+
+    def read_expert(self, name: str, expert: int, start: int, stop: int) -> NDArray[np.generic]:
+        """The same of one of several stacked matrices, which is read whole."""
+        return self.read(name, expert, expert + 1)[0, :, start:stop]
 
     def _tensor(self, name: str) -> StoredTensor:
         if name not in self.tensors:

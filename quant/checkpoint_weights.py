@@ -1,19 +1,18 @@
-"""The weights of a checkpoint as quantization sees them: float ones by name, and coded ones as they stand.
-
-Both keep the tensor that was read last: its parts are asked for one after another.
-"""
+"""The weights of a checkpoint as quantization sees them: float ones by name, and coded ones as they stand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvgraph.export.exporter import ExportedGraphs
-from kvgraph.export.weight_bytes import as_bytes, one_thread, weight_pieces
+from kvgraph.export.in_order import do_all
+from kvgraph.export.parameter_rows import ParameterRows, cut_ranges
 from kvgraph.export.weights_file import StoredTensor
 from kvgraph.models.quantized.coded import CodedRows, CodedWeight
 from kvgraph.models.sources import WeightSource
@@ -28,6 +27,9 @@ from kvgraph.quant.scheme import WeightScheme
 class CheckpointWeights:
     """The parameters of a model as float tensors in the form that the graphs store; see `FloatWeights`.
 
+    Several threads may read at a time, which is best done inside `one_thread`. No more is in memory than what is asked
+    for, the last matrix that was asked for whole, and the tensor that `ParameterRows` keeps.
+
     Args:
         path: The checkpoint.
         stream: Its weights.
@@ -37,40 +39,63 @@ class CheckpointWeights:
     def __init__(self, path: Path, stream: WeightStream, graphs: ExportedGraphs) -> None:
         self.path = path
         self.tensors: Mapping[str, StoredTensor] = graphs.layout.tensors
-        self._stream = stream
-        self._sources = graphs.traced.weights.sources
+        self._stacked = {
+            name
+            for name, source in graphs.traced.weights.sources.items()
+            if len(graphs.layout.tensors[name].shape) > len(stream.spec(source.names[0]).shape)
+        }
+        self._rows = ParameterRows(stream, graphs.traced.weights.sources)
         self._last: tuple[str, NDArray[np.generic]] | None = None
+        self._reading = Lock()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.generic]:
         """See `FloatWeights.read`."""
-        return self._whole(name)[start:stop]
+        if stop is not None:
+            return self._read(name, start, stop)
+        with self._reading:
+            if self._last is None or self._last[0] != name:
+                self._last = None
+                self._last = (name, self._read(name, 0, self.tensors[name].shape[0]))
+            return self._last[1][start:]
 
     def read_columns(self, name: str, start: int, stop: int) -> NDArray[np.generic]:
         """See `FloatWeights.read_columns`."""
-        return self._whole(name)[:, start:stop]
+        return self.read_expert(name, 0, start, stop)
 
-    def _whole(self, name: str) -> NDArray[np.generic]:
-        if self._last is None or self._last[0] != name:
-            self._last = None
-            self._last = (name, self._read(self.tensors[name]))
-        return self._last[1]
+    def read_expert(self, name: str, expert: int, start: int, stop: int) -> NDArray[np.generic]:
+        """See `FloatWeights.read_expert`."""
+        stored = self.tensors[name]
+        return _elements(self._rows.columns(name, _type(stored), expert, start, stop), stored)
 
-    def _read(self, stored: StoredTensor) -> NDArray[np.generic]:
-        values = np.empty(stored.shape, NUMPY_TYPES[stored.dtype])
-        octets, done = values.reshape(-1).view(np.uint8), 0
-        dtype = getattr(torch, stored.dtype)
-        with one_thread():
-            for piece in as_bytes(
-                weight_pieces(self._stream, stored.name, self._sources[stored.name], dtype)
-            ):
-                octets[done : done + piece.nbytes] = piece
-                done += piece.nbytes
-        assert done == octets.size
+    def _read(self, name: str, start: int, stop: int) -> NDArray[np.generic]:
+        stored = self.tensors[name]
+        dtype = _type(stored)
+        matrices, rows = (
+            (range(start, stop), (0, stored.shape[1])) if name in self._stacked else ((0,), (start, stop))
+        )
+        step = self._rows.piece_rows(name, dtype)
+        places = [
+            (matrix, first, min(first + step, rows[1])) for matrix in matrices for first in range(*rows, step)
+        ]
+        if len(places) == 1:
+            piece = _elements(self._rows.rows(name, dtype, *places[0]), stored)
+            return piece.reshape(stop - start, *stored.shape[1:])
+        values = np.empty((stop - start, *stored.shape[1:]), NUMPY_TYPES[stored.dtype])
+        lines = values.reshape(len(matrices), rows[1] - rows[0], -1)
+
+        def fill(place: tuple[int, int, int]) -> None:
+            matrix, first, last = place
+            piece = _elements(self._rows.rows(name, dtype, matrix, first, last), stored)
+            lines[matrix - matrices[0], first - rows[0] : last - rows[0]] = piece.reshape(last - first, -1)
+
+        do_all(fill, places)
         return values
 
 
 class CheckpointCodes:
     """Weights that a checkpoint holds quantized; see `ReadyWeights`.
+
+    The tensor that was read last is kept: its parts are asked for one after another.
 
     Args:
         coded: Checkpoint name -> weight.
@@ -96,7 +121,7 @@ class CheckpointCodes:
         """See `ReadyWeights.read`."""
         source = self._sources[linear.tensor]
         rows = self._rows(source.names[expert])
-        taken = list(_part(source.ranges, start, stop)) if source.ranges else [slice(start, stop)]
+        taken = cut_ranges(source.ranges, start, stop) if source.ranges else [(start, stop)]
         scheme = self._schemes[linear.module]
         # Where there is one for each output, they have no blocks.
         block = slice(None) if scheme.block_size is not None else 0
@@ -126,19 +151,20 @@ class CheckpointCodes:
         return self._last[1]
 
 
-def _part(ranges: Iterable[tuple[int, int]], start: int, stop: int) -> Iterator[slice]:
-    """Where entries `start` to `stop` of some ranges lie, which follow one another."""
-    first = 0
-    for low, high in ranges:
-        begin, end = max(start - first, 0), min(stop - first, high - low)
-        if begin < end:
-            yield slice(low + begin, low + end)
-        first += high - low
+def _type(stored: StoredTensor) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, stored.dtype)
+    return dtype
 
 
-def _columns(rows: torch.Tensor, taken: Iterable[slice]) -> torch.Tensor:
+def _elements(values: torch.Tensor, stored: StoredTensor) -> NDArray[np.generic]:
+    """A tensor's memory as an array of the type that a parameter is stored in."""
+    octets: NDArray[np.uint8] = values.reshape(-1).view(torch.uint8).numpy()
+    return octets.view(NUMPY_TYPES[stored.dtype]).reshape(values.shape)
+
+
+def _columns(rows: torch.Tensor, taken: Iterable[tuple[int, int]]) -> torch.Tensor:
     """Some rows of [O, ...] as columns [..., O']."""
-    return torch.cat([rows[part] for part in taken]).T
+    return torch.cat([rows[start:stop] for start, stop in taken]).T
 
 
 def _array(codes: torch.Tensor, form: str) -> NDArray[np.generic]:

@@ -53,7 +53,7 @@ def read_part(weights: FloatWeights, linear: Linear, place: PartPlace, rescaling
     elif linear.kind == "table":
         values = as_float32(weights.read(linear.tensor, start, stop)).T
     else:
-        values = as_float32(weights.read(linear.tensor, place.expert, place.expert + 1)[0, :, start:stop])
+        values = as_float32(weights.read_expert(linear.tensor, place.expert, start, stop))
     return values if rescaling is None else rescale(values, rescaling, slice(None), slice(start, stop))
 
 
