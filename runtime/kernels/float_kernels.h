@@ -117,7 +117,7 @@ bool round_blocks(const float* row, int64_t size, int rows, int8_t* values, floa
     return false;
 }
 
-bool round_row(const float* row, int64_t size, float scale, int rows, int8_t* values, float* scales,
+bool round_row(const float* row, int64_t size, float scale, const RowPlace& place, float* scales,
                int32_t* sums) {
     Floats most = {}, nothing = {};
     for (int64_t k = 0; k < size; k += 16) {
@@ -129,11 +129,15 @@ bool round_row(const float* row, int64_t size, float scale, int rows, int8_t* va
     const Floats divisor = all(scale > 0 ? scale : 1.0f);
     Ints sum = {}, least = {};
     const int64_t padded = (size + kBlock - 1) / kBlock * kBlock;
-    for (int64_t k = 0; k < padded; k += 16) {
-        const Ints integers = round_to_bytes(load_part(row + k, size - k), divisor,
-                                             values + k / kBlock * rows * kBlock + k % kBlock);
-        sum += integers;
-        least |= integers == -128;
+    for (int64_t begin = 0; begin < padded; begin += place.together) {
+        const int64_t length = padded - begin < place.together ? padded - begin : place.together;
+        int8_t* to = place.tile + begin * place.rows + place.row * length;
+        for (int64_t k = 0; k < length; k += 16) {
+            const Ints integers =
+                round_to_bytes(load_part(row + begin + k, size - begin - k), divisor, to + k);
+            sum += integers;
+            least |= integers == -128;
+        }
     }
     *scales = scale + sum_lanes(nothing);
     *sums = sum_lanes(sum);

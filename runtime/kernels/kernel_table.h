@@ -22,6 +22,7 @@ constexpr Kernels kernel_table(const char* name) {
     return {name,
             kIntegerRows,
             kFloatRows,
+            0,
             integer_tile<kIntegerRows>,
             float_tile<kFloatRows>,
             round_blocks,

@@ -33,12 +33,20 @@ Packing parse_packing(const std::string& format, const std::string& scale_format
 // Rows of the input as integer products take them. The rows of a tile lie together, block by block: whole
 // rows would be a power of two apart as a rule, and compete for the same lines of the first-level cache.
 struct Rounded {
-    const int8_t* values;  // by tile: [blocks, rows of the tile, kBlock]
+    const int8_t* values;  // by tile: [blocks, rows of the tile, kBlock], or as RowPlace says
     const float* scales;   // by tile: [blocks, rows of the tile], or [rows] where a row has one scale
     const int32_t* sums;   // of the values, the same shape
     int64_t blocks;
     bool whole_rows;   // one scale a row
     bool has_minimum;  // -128 occurs, whose sign cannot be turned in 8 bits
+};
+
+// Where a row with one scale goes: [padded inputs / together, rows of the tile, together], and where
+// `together` does not divide the padded inputs, what is left over as [rows of the tile, kBlock] behind that.
+struct RowPlace {
+    int8_t* tile;
+    int64_t rows, row;
+    int64_t together;  // kBlock or 2 kBlock
 };
 
 // Floats as sums of bfloat16, for units that multiply nothing else.
@@ -85,10 +93,11 @@ struct Kernels {
     const char* name;
     int rows;        // rows of the input that `integer_tile` takes at once
     int float_rows;  // that `float_tile` takes
+    int wide_rows;   // tiles of so many rows with one scale each take 2 kBlock inputs together; 0: none does
 
     // tile[row * 16 + column] = input row . panel column, for the `count` rows of the tile that starts at row
     // `first`. Float inputs are those of the tile alone, [in_features, count], and may be added in several
-    // parts of in_features. Integer kernels may read 512 bytes behind the last row, and write rubbish to the
+    // parts of in_features. Integer kernels may read 1024 bytes behind the last row, and write rubbish to the
     // rows of the tile behind `count`.
     void (*integer_tile)(const Packing&, const Rounded&, int64_t first, int count, const uint8_t* panel,
                          float* tile);
@@ -99,7 +108,7 @@ struct Kernels {
     // scale (given, or 0 for that of the largest value). Returns whether -128 occurs.
     bool (*round_blocks)(const float* row, int64_t size, int rows, int8_t* values, float* scales,
                          int32_t* sums);
-    bool (*round_row)(const float* row, int64_t size, float scale, int rows, int8_t* values, float* scales,
+    bool (*round_row)(const float* row, int64_t size, float scale, const RowPlace& place, float* scales,
                       int32_t* sums);
 
     // One column of a panel, in float32.

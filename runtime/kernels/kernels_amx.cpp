@@ -16,19 +16,18 @@ namespace {
 
 constexpr int kRowTiles = 4, kTile = 16;  // rows of the input: 4 tiles of 16
 constexpr int kFewRows = 12;              // up to here AVX-512 is faster
-constexpr int64_t kInputLine = kBlock;    // bytes of a row of an input tile
 constexpr int64_t kBlockBytes = kBlock * kPanel;
 
+// Tiles of one or two blocks of inputs: 0 ... 3 sums of 32 bits, 4 and 5 weights, 6 and 7 inputs.
 struct alignas(64) Shapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t line_bytes[16] = {};
     uint8_t lines[16] = {};
 
-    Shapes() {
+    explicit Shapes(int blocks) {
         for (int tile = 0; tile < 8; ++tile) {
-            // 0 ... 3 sums of 32 bits, 4 and 5 weights, 6 and 7 inputs.
-            line_bytes[tile] = tile < 6 ? 64 : kInputLine;
-            lines[tile] = tile == 4 || tile == 5 ? kBlock / 4 : kTile;
+            line_bytes[tile] = static_cast<uint16_t>(tile < 6 ? 64 : blocks * kBlock);
+            lines[tile] = static_cast<uint8_t>(tile == 4 || tile == 5 ? blocks * kBlock / 4 : kTile);
         }
     }
 };
@@ -49,32 +48,45 @@ inline void unpack(const uint8_t* from, __m512i zero, uint8_t* to) {
     }
 }
 
-// INT8 with one scale a column and one a row: sums of 32 bits to the end, one tile of them for each tile of
-// rows.
+// Adds the products of two blocks to one tile of sums for each tile of rows, whose lines are `line` apart.
+template <int tiles>
+inline void add_pair(const uint8_t* weights, const int8_t* inputs, int64_t line) {
+    _tile_loadd(4, weights, 64);
+    _tile_loadd(6, inputs, line);
+    _tile_dpbssd(0, 6, 4);
+    if constexpr (tiles > 1) {
+        _tile_loadd(7, inputs + kTile * line, line);
+        _tile_dpbssd(1, 7, 4);
+    }
+    if constexpr (tiles > 2) {
+        _tile_loadd(6, inputs + 2 * kTile * line, line);
+        _tile_dpbssd(2, 6, 4);
+    }
+    if constexpr (tiles > 3) {
+        _tile_loadd(7, inputs + 3 * kTile * line, line);
+        _tile_dpbssd(3, 7, 4);
+    }
+}
+
+// INT8 with one scale a column and one a row: sums of 32 bits to the end.
 template <int tiles>
 void whole_rows(const Rounded& in, int64_t first, int count, const uint8_t* panel, float* tile) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    const int8_t* values = in.values + first * in.blocks * kBlock;
-    for (int64_t b = 0; b < in.blocks; ++b) {
-        const int8_t* from = values + b * count * kBlock;
-        _tile_loadd(4, panel + 64 + b * kBlockBytes, 64);
-        _tile_loadd(6, from, kInputLine);
-        _tile_dpbssd(0, 6, 4);
-        if constexpr (tiles > 1) {
-            _tile_loadd(7, from + kTile * kBlock, kInputLine);
-            _tile_dpbssd(1, 7, 4);
-        }
-        if constexpr (tiles > 2) {
-            _tile_loadd(6, from + 2 * kTile * kBlock, kInputLine);
-            _tile_dpbssd(2, 6, 4);
-        }
-        if constexpr (tiles > 3) {
-            _tile_loadd(7, from + 3 * kTile * kBlock, kInputLine);
-            _tile_dpbssd(3, 7, 4);
-        }
+    const int8_t* inputs = in.values + first * in.blocks * kBlock;
+    const uint8_t* weights = panel + kPanel * sizeof(float);
+    for (int64_t pair = 0; pair < in.blocks / 2; ++pair) {
+        add_pair<tiles>(weights, inputs, 2 * kBlock);
+        weights += 2 * kBlockBytes;
+        inputs += 2 * kBlock * count;
+    }
+    if (in.blocks % 2 != 0) {
+        // Beside zeros, with which whatever is behind the inputs of a row is multiplied.
+        alignas(64) uint8_t last[2 * kBlockBytes] = {};
+        std::memcpy(last, weights, kBlockBytes);
+        add_pair<tiles>(last, inputs, kBlock);
     }
     alignas(64) int32_t sums[kRowTiles * kTile][kPanel];
     _tile_stored(0, sums[0], 64);
@@ -95,24 +107,24 @@ inline void add_blocks(int blocks, const int8_t* values, const float* scales, in
     alignas(64) int32_t products[4][kTile][kPanel];
     const int64_t step = count * kBlock;
     _tile_loadd(4, weights, 64);
-    _tile_loadd(6, values, kInputLine);
+    _tile_loadd(6, values, kBlock);
     _tile_zero(0);
     _tile_dpbssd(0, 6, 4);
     if (blocks > 1) {
         _tile_loadd(5, weights + kBlockBytes, 64);
-        _tile_loadd(7, values + step, kInputLine);
+        _tile_loadd(7, values + step, kBlock);
         _tile_zero(1);
         _tile_dpbssd(1, 7, 5);
     }
     if (blocks > 2) {
         _tile_loadd(4, weights + 2 * kBlockBytes, 64);
-        _tile_loadd(6, values + 2 * step, kInputLine);
+        _tile_loadd(6, values + 2 * step, kBlock);
         _tile_zero(2);
         _tile_dpbssd(2, 6, 4);
     }
     if (blocks > 3) {
         _tile_loadd(5, weights + 3 * kBlockBytes, 64);
-        _tile_loadd(7, values + 3 * step, kInputLine);
+        _tile_loadd(7, values + 3 * step, kBlock);
         _tile_zero(3);
         _tile_dpbssd(3, 7, 5);
     }
@@ -172,8 +184,8 @@ void block_rows(const Packing& packing, const Rounded& in, int64_t first, int co
 void integer_tile(const Packing& packing, const Rounded& in, int64_t first, int count, const uint8_t* panel,
                   float* tile) {
     if (count <= kFewRows) return kAvx512Kernels.integer_tile(packing, in, first, count, panel, tile);
-    static const Shapes shapes;
-    _tile_loadconfig(&shapes);
+    static const Shapes one_block(1), two_blocks(2);
+    _tile_loadconfig(in.whole_rows ? &two_blocks : &one_block);
     if (!in.whole_rows) {
         block_rows(packing, in, first, count, panel, tile);
     } else {
@@ -215,6 +227,7 @@ Kernels amx_kernels() {
     Kernels table = kAvx512Kernels;
     table.name = "amx-int8";
     table.rows = kRowTiles * kTile;
+    table.wide_rows = kFewRows + 1;
     table.integer_tile = integer_tile;
     if (has_features(kAmxBFloat16)) table.split = &kAmxSplitKernels;
     return table;

@@ -130,9 +130,9 @@ bool* PackedProduct::arrange_integers(Scratch& scratch, Operands* groups, size_t
     for (size_t group = 0; group < count; ++group) rows += groups[group].rows;
     const size_t value_bytes = static_cast<size_t>(rows * padded);
     const size_t scale_bytes = static_cast<size_t>(rows * scales) * sizeof(float);
-    // Kernels read up to 512 bytes behind the last row.
+    // Kernels read up to 1024 bytes behind the last row.
     char* memory =
-        static_cast<char*>(scratch.reserve(value_bytes + 2 * scale_bytes + static_cast<size_t>(rows) + 512));
+        static_cast<char*>(scratch.reserve(value_bytes + 2 * scale_bytes + static_cast<size_t>(rows) + 1024));
     auto* values = reinterpret_cast<int8_t*>(memory);
     auto* factors = reinterpret_cast<float*>(memory + value_bytes);
     auto* sums = reinterpret_cast<int32_t*>(memory + value_bytes + scale_bytes);
@@ -154,7 +154,8 @@ void PackedProduct::arrange_tile(const Operands& group, const Tile& tile, const 
                                  const int64_t* order, bool* minimum) const {
     const int64_t blocks = block_count(in_features_), padded = blocks * kBlock, first = tile.first;
     const int64_t scales = whole_rows() ? 1 : blocks;
-    const int count = tile.count;
+    const int count = tile.count, wide = kernels().wide_rows;
+    const int64_t together = wide > 0 && count >= wide ? 2 * kBlock : kBlock;
     for (int r = 0; r < count; ++r) {
         const int64_t row = tile.start + first + r;
         const float* from = input + (order == nullptr ? row : order[row]) * in_features_;
@@ -166,12 +167,13 @@ void PackedProduct::arrange_tile(const Operands& group, const Tile& tile, const 
             float* to = const_cast<float*>(group.input) + first * in_features_ + r;
             for (int64_t k = 0; k < in_features_; ++k) to[k * count] = from[k];
         } else {
-            auto* to = const_cast<int8_t*>(group.rounded.values) + first * padded + r * kBlock;
+            auto* to = const_cast<int8_t*>(group.rounded.values) + first * padded;
             auto* scale = const_cast<float*>(group.rounded.scales) + first * scales + r;
             auto* sum = const_cast<int32_t*>(group.rounded.sums) + first * scales + r;
-            minimum[row] = whole_rows()
-                               ? kernels().round_row(from, in_features_, input_scale_, count, to, scale, sum)
-                               : kernels().round_blocks(from, in_features_, count, to, scale, sum);
+            minimum[row] =
+                whole_rows() ? kernels().round_row(from, in_features_, input_scale_, {to, count, r, together},
+                                                   scale, sum)
+                             : kernels().round_blocks(from, in_features_, count, to + r * kBlock, scale, sum);
         }
     }
 }

@@ -16,7 +16,7 @@ Linear = Callable[..., np.ndarray]
 Run = Callable[..., list[np.ndarray]]
 # Of the largest result: sums of some hundred products in float32, in another order than NumPy's in float64.
 SUMS = 3e-6
-SHAPES = [(1, 100, 50), (3, 64, 33), (9, 96, 16), (17, 40, 130), (70, 33, 48)]
+SHAPES = [(1, 100, 50), (3, 64, 33), (9, 96, 16), (17, 40, 130), (45, 160, 20), (70, 33, 48)]
 
 
 def rounded(x: np.ndarray, form: str, scale: float = 0.0) -> np.ndarray:
