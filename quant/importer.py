@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
 
-from kvgraph.export.bundle import BUNDLE_FILE, TARGETS, Bundle
+from kvgraph.export.bundle import Bundle
 from kvgraph.export.contract import GRAPHS
-from kvgraph.export.exporter import ExportOptions, describe_bundle, export_graphs
-from kvgraph.export.weights_file import WEIGHTS_FILE
-from kvgraph.export.writer import writing_directory
+from kvgraph.export.exporter import ExportedGraphs, ExportOptions
 from kvgraph.models.checkpoint import Checkpoint
-from kvgraph.quant.checkpoint_weights import CheckpointWeights
+from kvgraph.models.encoder_decoder_config import EncoderDecoderConfig
+from kvgraph.quant.checkpoint_quantizer import write_quantized
 from kvgraph.quant.import_plan import plan_import
 from kvgraph.quant.linears import find_linears
-from kvgraph.quant.quantizer import fill_bundle, write_description
+from kvgraph.quant.plan import QuantizationPlan
 
 
 def import_checkpoint(
@@ -40,32 +37,21 @@ def import_checkpoint(
         RuntimeError: What was written does not give the weights back.
     """
     options = options or ExportOptions()
-    quantized = checkpoint.quantized()
+    name, quantized = checkpoint.source.name, checkpoint.quantized()
     if quantized is None:
-        raise ValueError(
-            f"{checkpoint.source.name}: has no quantized weights to keep; export it as a float bundle"
-        )
+        raise ValueError(f"{name}: has no quantized weights to keep; export it as a float bundle")
     if not options.weights:
         raise ValueError(
-            f"{checkpoint.source.name}: is quantized, and quantized graphs go with their weights; leave --no-weights "
+            f"{name}: is quantized, and quantized graphs go with their weights; leave --no-weights "
             "out, or add --no-keep-quantized for float graphs"
         )
-    with writing_directory(output, BUNDLE_FILE, force, (TARGETS,)) as directory:
-        # Hidden, for the bundle lists every other file.
-        with tempfile.TemporaryDirectory(prefix=".float-", dir=directory) as temporary:
-            stream = checkpoint.weights()
-            graphs = export_graphs(Path(temporary), checkpoint, options, stream)
-            if graphs.traced.contract.encoder is not None:
-                raise ValueError(
-                    f"{checkpoint.source.name}: has an encoder, and quantized checkpoints of such models are not "
-                    "implemented; add --no-keep-quantized, and quantize the float bundle"
-                )
-            model = describe_bundle(Path(temporary), checkpoint, graphs, {}, True)
-            linears = find_linears(ir.load(model.graph_path(GRAPHS[0]))).linears
-            plan = plan_import(quantized, graphs, linears)
-            weights = CheckpointWeights(Path(checkpoint.source.name), stream, graphs)
-            bundle, proof = fill_bundle(directory, model, weights, plan)
-        sizes = {"float": graphs.layout.size, "quantized": bundle.files[WEIGHTS_FILE].size}
-        quantization = {"source_digest": bundle.source["digest"], "size": sizes, **proof.to_json()}
-        write_description(replace(bundle, quantization=quantization))
-    return Bundle.open(output)
+    if isinstance(checkpoint.config, EncoderDecoderConfig):
+        raise ValueError(
+            f"{name}: has an encoder, and quantized checkpoints of such models are not implemented; add "
+            "--no-keep-quantized, and quantize the float bundle"
+        )
+
+    def choose_plan(graphs: ExportedGraphs, model: Bundle) -> QuantizationPlan:
+        return plan_import(quantized, graphs, find_linears(ir.load(model.graph_path(GRAPHS[0]))).linears)
+
+    return write_quantized(checkpoint, output, options, force, choose_plan)

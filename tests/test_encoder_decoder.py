@@ -16,6 +16,7 @@ from transformers import BartConfig, BartForConditionalGeneration, GenerationCon
 
 import kvgraph
 from kvgraph.cli import main
+from kvgraph.export.bundle import Bundle
 from kvgraph.runtime.encoder_decoder_model import EncoderDecoderModel
 from kvgraph.runtime.token_rules import TokenRules
 
@@ -265,10 +266,12 @@ def test_ort_cpu_target_computes_the_same(
         ),
         (["quantize", "BUNDLE", "-o", "OUT", "--recipe", "int8-wo", "--evaluation", "TEXT"], "--evaluation"),
         (["quantize", "BUNDLE", "-o", "OUT", "--recipe", "prefill=int8-wo,decode=int4-wo"], "one recipe"),
+        (["export", "CHECKPOINT", "-o", "OUT", "--recipe", "prefill=int8-wo,decode=int4-wo"], "one recipe"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_what_makes_no_sense_is_refused_in_one_line(
+    checkpoint: Path,
     bundle: Path,
     tmp_path: Path,
     arguments: list[str],
@@ -278,12 +281,21 @@ def test_what_makes_no_sense_is_refused_in_one_line(
 ) -> None:
     (tmp_path / "text.txt").write_text(f"{SENTENCE}\n" * 20)
     names = {"BUNDLE": str(bundle), "TEXT": str(tmp_path / "text.txt"), "OUT": str(tmp_path / "out")}
-    names["TEXT.d"] = str(tmp_path / "polygraphy")
+    names |= {"TEXT.d": str(tmp_path / "polygraphy"), "CHECKPOINT": str(checkpoint)}
     monkeypatch.setattr("sys.stdin", io.StringIO("w7\n"))
     assert main([names.get(argument, argument) for argument in arguments]) == 2
     shown = capsys.readouterr().err
     assert message in shown
     assert "Traceback" not in shown
+
+
+def test_export_quantizes_all_three_graphs(checkpoint: Path, bundle: Path, tmp_path: Path) -> None:
+    recipe = ["--recipe", "int8-wo"]
+    assert main(["export", str(checkpoint), "-o", str(tmp_path / "direct"), *recipe]) == 0
+    assert main(["quantize", str(bundle), "-o", str(tmp_path / "quantized"), *recipe]) == 0
+    # Hashes of the graphs, the weights and the tokenizer.
+    files = [Bundle.open(tmp_path / name, verify=True).files for name in ("direct", "quantized")]
+    assert files[0] == files[1]
 
 
 def test_padding_of_sources_changes_nothing(model: EncoderDecoderModel) -> None:

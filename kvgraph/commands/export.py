@@ -9,7 +9,9 @@ from kvgraph.sample_text import SAMPLE_TOKENS, check_sample_text
 
 if TYPE_CHECKING:
     from kvgraph.export.bundle import Bundle
+    from kvgraph.export.exporter import ExportOptions
     from kvgraph.models.checkpoint import Checkpoint
+    from kvgraph.quant.plan import QuantizationPlan
 
 NAME = "export"
 HELP = "turn a checkpoint into a bundle: its ONNX graphs, their weights and a tokenizer"
@@ -21,6 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoint", help="Hugging Face directory, GGUF file, hub id, or (with --no-weights) a config.json"
     )
     parser.add_argument("-o", "--output", required=True, metavar="BUNDLE", help="directory to write")
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME|FILE|prefill=NAME,decode=NAME",
+        help="quantize on the way, by a recipe of kvgraph quantize that needs no data; no float bundle is written",
+    )
     parser.add_argument("--revision", help="branch, tag or commit of a hub checkpoint")
     dtypes = ("float32", "float16", "bfloat16")
     parser.add_argument(
@@ -50,10 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export and print one line about the result."""
-    from kvgraph.export.exporter import ExportOptions, export_checkpoint
+    """Export and print one line about the result, behind what a recipe did."""
+    from kvgraph.export.exporter import ExportOptions
     from kvgraph.models.checkpoint import open_checkpoint
 
+    plan = None if args.recipe is None else _plan(args)
     checkpoint = open_checkpoint(args.checkpoint, args.revision, weights=not args.no_weights)
     options = ExportOptions(
         dtype=args.dtype,
@@ -62,14 +70,19 @@ def run(args: argparse.Namespace) -> int:
         weights=not args.no_weights,
         debug_outputs=args.debug_outputs,
     )
+    keeps = _keeps(checkpoint, args.keep_quantized)
+    if keeps and plan is not None:
+        raise ValueError(
+            f"{args.checkpoint}: its quantized weights are kept as they are, and --recipe rounds float ones; leave it "
+            "out, or add --no-keep-quantized"
+        )
     if args.sample_text is not None:
         check_sample_text(args, checkpoint)
-    if _keeps(checkpoint, args.keep_quantized):
-        from kvgraph.quant.importer import import_checkpoint
+    bundle = _write(checkpoint, args, options, plan, keeps)
+    if plan is not None:
+        from kvgraph.quant.report import format_quantization
 
-        bundle = import_checkpoint(checkpoint, args.output, options, force=args.force)
-    else:
-        bundle = export_checkpoint(checkpoint, args.output, options, force=args.force)
+        print(format_quantization(bundle))
     if not args.no_weights:
         _print_left_out(checkpoint)
     size = sum(entry.size for entry in bundle.files.values())
@@ -78,6 +91,39 @@ def run(args: argparse.Namespace) -> int:
         f"{len(bundle.files)} files, {size / 1e6:.1f} MB"
     )
     return 0
+
+
+def _plan(args: argparse.Namespace) -> QuantizationPlan:
+    """The recipes, before a checkpoint is fetched for what they cannot be applied to."""
+    from kvgraph.quant.checkpoint_quantizer import refuse_plan
+    from kvgraph.quant.plan import parse_plan
+
+    if args.no_weights:
+        raise ValueError("--recipe rounds weights; leave it or --no-weights out")
+    plan = parse_plan(args.recipe)
+    refuse_plan(plan)
+    return plan
+
+
+def _write(
+    checkpoint: Checkpoint,
+    args: argparse.Namespace,
+    options: ExportOptions,
+    plan: QuantizationPlan | None,
+    keeps: bool,
+) -> Bundle:
+    """The bundle, by one of three ways."""
+    if plan is not None:
+        from kvgraph.quant.checkpoint_quantizer import quantize_checkpoint
+
+        return quantize_checkpoint(checkpoint, plan, args.output, options, force=args.force)
+    if keeps:
+        from kvgraph.quant.importer import import_checkpoint
+
+        return import_checkpoint(checkpoint, args.output, options, force=args.force)
+    from kvgraph.export.exporter import export_checkpoint
+
+    return export_checkpoint(checkpoint, args.output, options, force=args.force)
 
 
 def _print_left_out(checkpoint: Checkpoint) -> None:
@@ -102,4 +148,6 @@ def _types(bundle: Bundle) -> str:
     """Type of the weights, and where they are quantized what brought them."""
     if bundle.recipe is None:
         return bundle.dtype
-    return f"{bundle.dtype}, weights as {bundle.recipe['prefill']['name']} has them"
+    prefill, decode = (bundle.recipe[graph]["name"] for graph in ("prefill", "decode"))
+    names = prefill if prefill == decode else f"prefill={prefill},decode={decode}"
+    return f"{bundle.dtype}, weights as {names} has them"
