@@ -1,9 +1,7 @@
-"""kvgraph: export, quantize and build by its command line, and its session and loop."""
+"""kvgraph: export with a recipe and build by its command line, and its session and loop."""
 
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,17 +16,9 @@ _PREFILL_CHUNK = 512
 
 
 def convert(checkpoint: Path, model: Path, precision: str) -> None:
-    """Export, quantize and build; `precision` is JSON with the arguments of quantize, null where nothing is quantized.
-
-    The float bundle is written beside a quantized one, and removed.
-    """
-    options = json.loads(precision)
-    quantize = options["quantize"]
-    exported = model if quantize is None else model.with_name(model.name + "-float")
-    _run("export", str(checkpoint), "-o", str(exported), "--dtype", "bfloat16", "--force")
-    if quantize is not None:
-        _run("quantize", str(exported), "-o", str(model), *quantize, "--force")
-        shutil.rmtree(exported)
+    """Export and build; `precision` is a recipe, or "float" where nothing is quantized."""
+    recipe = [] if precision == "float" else ["--recipe", precision]
+    _run("export", str(checkpoint), "-o", str(model), "--dtype", "bfloat16", *recipe, "--force")
     _run("build", str(model), "--target", _TARGET)
 
 
