@@ -77,12 +77,13 @@ class OrtSession:
         # They outlive the sessions, which use them where they lie.
         self._weights = {} if library is None or folder is None else load_weights(folder / WEIGHTS_FILE)
         self._decodes_by_prefill = graphs is not None and "decode" not in graphs
+        takes_turns = len(self._contract.graphs) - self._decodes_by_prefill > 1
         for name in self._contract.graphs:
             if name == "decode" and self._decodes_by_prefill:
                 self._sessions[name], self._hidden[name] = self._sessions["prefill"], self._hidden["prefill"]
                 continue
             label = graph_file(name)
-            options = session_options(Threads.of(threads), mapped, library, self._weights)
+            options = session_options(Threads.of(threads), mapped, library, self._weights, takes_turns)
             source = bundle.graph_path(name) if graphs is None else graphs[name]
             session = load_graph(label, source, folder or bundle.path, options, providers, device_id)
             check_interface(label, session, self._contract.graph(name), hidden_names)

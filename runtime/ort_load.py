@@ -71,20 +71,22 @@ def session_options(
     mapped_weights: bool,
     library: Path | None = None,
     weights: Mapping[str, Any] = MappingProxyType({}),
+    takes_turns: bool = False,
 ) -> Any:
-    """Session options that both graphs share.
+    """Session options that all graphs share.
 
     Args:
         threads: What computes on a CPU.
         mapped_weights: Use the weights where they lie in the mapped file instead of in a repacked copy.
         library: The shared library of the operators that are not ONNX Runtime's own.
         weights: Initializers by name, as OrtValues that outlive the session; it uses them where they lie.
+        takes_turns: Another session computes between two calls of this one.
     """
     options = import_onnxruntime().SessionOptions()
     options.log_severity_level = 3
     # A freshly filled cache holds denormals, over which Attention takes half as long again.
     options.add_session_config_entry("session.set_denormal_as_zero", "1")
-    threads.configure(options)
+    threads.configure(options, takes_turns)
     if library is not None:
         options.register_custom_ops_library(str(library))
     for name, value in weights.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import onnx
@@ -26,6 +26,7 @@ from kvgraph.runtime.kernels import library_path
 from kvgraph.runtime.open import open_session
 from kvgraph.runtime.ort import OrtSession
 from kvgraph.runtime.session import Floats, Session
+from kvgraph.runtime.threads import Threads
 
 pytestmark = pytest.mark.skipif(
     library_path() is None, reason="kvgraph's CPU kernels are not compiled in this installation"
@@ -116,6 +117,34 @@ def test_prefill_and_decode_of_two_recipes_have_a_graph_each(
     np.testing.assert_allclose(
         found, logits(OrtSession(bundle, threads=1), bundle.contract.vocab_size), atol=TOLERANCE
     )
+
+
+@pytest.mark.parametrize("spin", [True, False])
+@pytest.mark.parametrize("recipe", ["int4-wo", "prefill=int8-dynamic,decode=int4-wo"])
+def test_sessions_that_take_turns_stop_spinning_after_a_call(
+    recipe: str, spin: bool, tied: Bundle, quantized: Callable[[Bundle, str], Bundle]
+) -> None:
+    bundle = quantized(tied, recipe)
+    build_ort_cpu(bundle)
+    session = open_session(bundle, "ort-cpu", threads=Threads(2, spin))
+    assert isinstance(session, OrtSession)
+    for graph in ("prefill", "decode"):
+        options = session._sessions[graph].get_session_options()
+        assert options.intra_op_num_threads == 2
+        assert entry(options, "session.intra_op.allow_spinning") == (None if spin else "0")
+        stops = spin and recipe.startswith("prefill=")
+        assert entry(options, "session.force_spinning_stop") == ("1" if stops else None)
+    alone = open_session(bundle, "ort-cpu", threads=1)
+    found, expected = (logits(one, bundle.contract.vocab_size) for one in (session, alone))
+    np.testing.assert_allclose(found, expected, atol=1e-5)  # threads share columns, and sum each alone
+
+
+def entry(options: Any, name: str) -> str | None:
+    """An entry of a session's options; to ask for one that was not set is an error."""
+    try:
+        return str(options.get_session_config_entry(name))
+    except RuntimeError:
+        return None
 
 
 @pytest.mark.parametrize("recipe", ["int8-wo", "int4-wo", "uint4-wo"])

@@ -11,6 +11,7 @@ from kvgraph.runtime.threads import Threads
 from kvgraph.thread_arguments import add_thread_arguments, threads_of
 
 SPINNING = "session.intra_op.allow_spinning"
+STOP = "session.force_spinning_stop"
 AFFINITIES = "session.intra_op_thread_affinities"
 
 
@@ -46,6 +47,15 @@ def test_threads_are_bound_behind_the_calling_one() -> None:
         "0",
         "1;3",
     )
+
+
+@pytest.mark.parametrize(("spin", "entries"), [(True, (None, "1")), (False, ("0", None))])
+def test_threads_that_take_turns_stop_spinning_after_a_call(
+    spin: bool, entries: tuple[str | None, str | None]
+) -> None:
+    options = onnxruntime.SessionOptions()
+    Threads(2, spin).configure(options, takes_turns=True)
+    assert (entry(options, SPINNING), entry(options, STOP)) == entries
 
 
 @pytest.mark.parametrize(
