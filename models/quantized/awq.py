@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ import torch
 from kvgraph.models.config_reader import ConfigReader
 from kvgraph.models.quantized.coded import CodedWeight, CodeScheme, QuantizedCheckpoint
 from kvgraph.models.quantized.column_codes import ColumnCodes
+from kvgraph.models.quantized.modules import read_modules, require_coded
 from kvgraph.models.quantized.settings import WHERE, refuse_unread, texts
-from kvgraph.models.quantized.tensors import SCALE_DTYPES, ModuleTensors, group_by_module
+from kvgraph.models.quantized.tensors import SCALE_DTYPES, ModuleTensors
 from kvgraph.models.safetensors_file import StoredTensor
-from kvgraph.models.weights import SafetensorsWeight
 
 METHOD = "awq"
 _CODES = "qweight"
@@ -62,20 +63,8 @@ def read_checkpoint(settings: Mapping[str, Any], tensors: Mapping[str, StoredTen
         ValueError: The settings say what is not implemented, or the tensors contradict them.
     """
     known = _read_settings(settings)
-    coded: dict[str, CodedWeight] = {}
-    used: set[str] = set()
-    for module, parts in group_by_module(tensors).items():
-        if _CODES not in parts:
-            continue
-        found = ModuleTensors(module, parts)
-        if kept := [name for name in known.kept if name in module]:
-            raise found.error(f"has a {_CODES}, but {WHERE} keeps {kept[0]!r} by modules_to_not_convert")
-        coded[f"{module}.weight"] = _read_module(found, known.group_size)
-        used |= {f"{module}.{suffix}" for suffix in found.known}
-    if not coded:
-        raise ValueError(f"{WHERE}: says {METHOD}, but there is no {_CODES}")
-    plain = {name: SafetensorsWeight(stored) for name, stored in tensors.items() if name not in used}
-    return QuantizedCheckpoint(METHOD, settings, coded, plain)
+    found = read_modules(METHOD, settings, tensors, partial(_read_module, settings=known))
+    return require_coded(found, WHERE, _CODES)
 
 
 def _read_settings(settings: Mapping[str, Any]) -> _Settings:
@@ -95,12 +84,16 @@ def _read_settings(settings: Mapping[str, Any]) -> _Settings:
     return known
 
 
-def _read_module(module: ModuleTensors, group_size: int) -> CodedWeight:
+def _read_module(module: ModuleTensors, settings: _Settings) -> CodedWeight | None:
+    if not module.has(_CODES):
+        return None
+    if kept := [name for name in settings.kept if name in module.module]:
+        raise module.error(f"has a {_CODES}, but {WHERE} keeps {kept[0]!r} by modules_to_not_convert")
     codes = module.find(_CODES, (torch.int32,))
     if len(codes.spec.shape) != 2:
         raise module.error(f"{_CODES} has shape {list(codes.spec.shape)}, expected two dimensions")
     inputs, words = codes.spec.shape
-    size = inputs if group_size == -1 else group_size
+    size = inputs if settings.group_size == -1 else settings.group_size
     if inputs % size:
         raise module.error(f"group_size {size} does not divide its {inputs} inputs")
     groups, outputs = inputs // size, words * _PER_WORD

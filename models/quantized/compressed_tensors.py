@@ -15,19 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from kvgraph.models.config_reader import ConfigReader
-from kvgraph.models.quantized.cache_scales import read_cache_code
 from kvgraph.models.quantized.coded import CodedWeight, QuantizedCheckpoint
 from kvgraph.models.quantized.compressed_module import read_module
 from kvgraph.models.quantized.compressed_scheme import Group, read_cache_format, read_group
+from kvgraph.models.quantized.modules import read_modules
 from kvgraph.models.quantized.settings import WHERE, matches, refuse_unread, section, texts
-from kvgraph.models.quantized.tensors import ModuleTensors, group_by_module
+from kvgraph.models.quantized.tensors import ModuleTensors
 from kvgraph.models.safetensors_file import StoredTensor
-from kvgraph.models.weights import TORCH_DTYPES, SafetensorsWeight
+from kvgraph.models.weights import TORCH_DTYPES
 
 METHOD = "compressed-tensors"
 _SCALE = "weight_scale"
@@ -81,22 +82,8 @@ def read_checkpoint(settings: Mapping[str, Any], tensors: Mapping[str, StoredTen
         ValueError: The settings say what is not implemented, or the tensors contradict them.
     """
     known = _read_settings(settings)
-    coded: dict[str, CodedWeight] = {}
-    used: set[str] = set()
-    for module, parts in group_by_module(tensors).items():
-        found = ModuleTensors(module, parts)
-        if _SCALE not in parts:
-            _refuse_missing(known, found, parts)
-            continue
-        coded[f"{module}.weight"] = read_module(found, _group_of(known, found))
-        used |= {f"{module}.{suffix}" for suffix in found.known}
-    cache, cache_tensors = read_cache_code(known.cache_format, tensors)
-    plain = {
-        name: SafetensorsWeight(stored)
-        for name, stored in tensors.items()
-        if name not in used | cache_tensors
-    }
-    return QuantizedCheckpoint(METHOD, settings, coded, plain, cache)
+    read = partial(_read_module, settings=known)
+    return read_modules(METHOD, settings, tensors, read, cache_format=known.cache_format)
 
 
 def _read_settings(settings: Mapping[str, Any]) -> _Settings:
@@ -127,17 +114,20 @@ def _read_settings(settings: Mapping[str, Any]) -> _Settings:
     return _Settings(found, ignore, cache_format)
 
 
-def _group_of(settings: _Settings, module: ModuleTensors) -> Group:
+def _read_module(module: ModuleTensors, settings: _Settings) -> CodedWeight | None:
+    if not module.has(_SCALE):
+        _refuse_missing(module, settings)
+        return None
     group = settings.group(module.module)
     if settings.ignores(module.module) or group is None:
         why = "lists it in ignore" if group else "has no group for it"
         raise module.error(f"has a {_SCALE}, but {WHERE} {why}")
-    return group
+    return read_module(module, group)
 
 
-def _refuse_missing(settings: _Settings, module: ModuleTensors, parts: Mapping[str, StoredTensor]) -> None:
+def _refuse_missing(module: ModuleTensors, settings: _Settings) -> None:
     """A matrix without scales must be one that the settings leave alone."""
-    name, weight = module.module, parts.get("weight", parts.get("weight_packed"))
+    name, weight = module.module, module.stored("weight") or module.stored("weight_packed")
     if weight is None or len(weight.shape) != 2 or settings.ignores(name) or settings.group(name) is None:
         return
     # Routers and tied heads are no modules of the quantized class.

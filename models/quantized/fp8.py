@@ -14,17 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from kvgraph.models.config_reader import ConfigReader
 from kvgraph.models.quantized.coded import ActivationCode, CodedWeight, CodeScheme, QuantizedCheckpoint
+from kvgraph.models.quantized.modules import read_modules, require_coded
 from kvgraph.models.quantized.row_codes import RowCodes, ScaleTensor
 from kvgraph.models.quantized.settings import WHERE, refuse_unread, texts
-from kvgraph.models.quantized.tensors import SCALE_DTYPES, ModuleTensors, group_by_module
+from kvgraph.models.quantized.tensors import SCALE_DTYPES, ModuleTensors
 from kvgraph.models.safetensors_file import StoredTensor
-from kvgraph.models.weights import SafetensorsWeight
 
 METHOD = "fp8"
 _SCALES = ("weight_scale_inv", "weight_scale")
@@ -58,22 +59,8 @@ def read_checkpoint(settings: Mapping[str, Any], tensors: Mapping[str, StoredTen
         ValueError: The settings say what is not implemented, or the tensors contradict them.
     """
     known = _read_settings(settings)
-    coded: dict[str, CodedWeight] = {}
-    used: set[str] = set()
-    for module, parts in group_by_module(tensors).items():
-        found = ModuleTensors(module, parts)
-        suffix = next((name for name in _SCALES if name in parts), None)
-        if suffix is None:
-            _refuse_missing(found, parts)
-            continue
-        if kept := [name for name in known.kept if f"{module}.".startswith(f"{name}.")]:
-            raise found.error(f"has a {suffix}, but {WHERE} keeps {kept[0]!r} float")
-        coded[f"{module}.weight"] = _read_module(found, known, suffix)
-        used |= {f"{module}.{name}" for name in found.known}
-    if not coded:
-        raise ValueError(f"{WHERE}: says {METHOD}, but there is no {_SCALES[0]}")
-    plain = {name: SafetensorsWeight(stored) for name, stored in tensors.items() if name not in used}
-    return QuantizedCheckpoint(METHOD, settings, coded, plain)
+    found = read_modules(METHOD, settings, tensors, partial(_read_module, settings=known))
+    return require_coded(found, WHERE, _SCALES[0])
 
 
 def read_float8_matrix(
@@ -115,6 +102,17 @@ def read_float8_matrix(
     )
 
 
+def refuse_float8(module: ModuleTensors, suffix: str) -> None:
+    """Refuse 8-bit floats in a module that lacks its scales, `suffix`.
+
+    Raises:
+        ValueError: Its weight is of them.
+    """
+    weight = module.stored("weight")
+    if weight is not None and weight.dtype == "F8_E4M3":
+        raise module.error(f"{suffix} is missing, without which its codes stand for nothing")
+
+
 def _read_settings(settings: Mapping[str, Any]) -> _Settings:
     reader = ConfigReader(settings, WHERE)
     scheme = reader.text("activation_scheme").lower()
@@ -134,7 +132,13 @@ def _read_settings(settings: Mapping[str, Any]) -> _Settings:
     return _Settings(scheme == "static", None if block is None else (block[0], block[1]), kept)
 
 
-def _read_module(module: ModuleTensors, settings: _Settings, suffix: str) -> CodedWeight:
+def _read_module(module: ModuleTensors, settings: _Settings) -> CodedWeight | None:
+    suffix = next((name for name in _SCALES if module.has(name)), None)
+    if suffix is None:
+        refuse_float8(module, _SCALES[0])
+        return None
+    if kept := [name for name in settings.kept if f"{module.module}.".startswith(f"{name}.")]:
+        raise module.error(f"has a {suffix}, but {WHERE} keeps {kept[0]!r} float")
     if not settings.static:
         width = None if settings.block is None else settings.block[1]
         inputs = module.find("weight", (torch.float8_e4m3fn,)).spec.shape[-1]
@@ -147,8 +151,3 @@ def _read_module(module: ModuleTensors, settings: _Settings, suffix: str) -> Cod
         name = next((name for name in _INPUT_SCALES if module.has(name)), _INPUT_SCALES[0])
         activation = ActivationCode("float8_e4m3fn", module.scalar(name))
     return read_float8_matrix(module, suffix, settings.block, activation)
-
-
-def _refuse_missing(module: ModuleTensors, parts: Mapping[str, StoredTensor]) -> None:
-    if "weight" in parts and parts["weight"].dtype == "F8_E4M3":
-        raise module.error(f"{_SCALES[0]} is missing, without which its codes stand for nothing")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,10 +25,10 @@ from kvgraph.models.config_reader import ConfigReader
 from kvgraph.models.quantized.coded import CodedWeight, CodeScheme, QuantizedCheckpoint
 from kvgraph.models.quantized.column_codes import ColumnCodes
 from kvgraph.models.quantized.input_order import input_order
+from kvgraph.models.quantized.modules import read_modules, require_coded
 from kvgraph.models.quantized.settings import WHERE, refuse_unread
-from kvgraph.models.quantized.tensors import SCALE_DTYPES, ModuleTensors, group_by_module, read_whole
+from kvgraph.models.quantized.tensors import SCALE_DTYPES, ModuleTensors, read_whole
 from kvgraph.models.safetensors_file import StoredTensor
-from kvgraph.models.weights import SafetensorsWeight
 
 METHOD = "gptq"
 _CODES = "qweight"
@@ -102,18 +103,8 @@ def read_checkpoint(settings: Mapping[str, Any], tensors: Mapping[str, StoredTen
     common = _read_settings(reader)
     exceptions = _read_exceptions(reader, common)
     refuse_unread(reader, _HARMLESS)
-    coded: dict[str, CodedWeight] = {}
-    used: set[str] = set()
-    for module, parts in group_by_module(tensors).items():
-        if _CODES not in parts:
-            continue
-        found = ModuleTensors(module, parts)
-        coded[f"{module}.weight"] = _read_module(found, _settings_of(found, common, exceptions))
-        used |= {f"{module}.{suffix}" for suffix in found.known}
-    if not coded:
-        raise ValueError(f"{WHERE}: says {METHOD}, but there is no {_CODES}")
-    plain = {name: SafetensorsWeight(stored) for name, stored in tensors.items() if name not in used}
-    return QuantizedCheckpoint(METHOD, settings, coded, plain)
+    read = partial(_read_module, common=common, exceptions=exceptions)
+    return require_coded(read_modules(METHOD, settings, tensors, read), WHERE, _CODES)
 
 
 def _read_settings(reader: ConfigReader) -> _Settings:
@@ -179,7 +170,10 @@ def _settings_of(module: ModuleTensors, common: _Settings, exceptions: _Exceptio
     return settings
 
 
-def _read_module(module: ModuleTensors, settings: _Settings) -> CodedWeight:
+def _read_module(module: ModuleTensors, common: _Settings, exceptions: _Exceptions) -> CodedWeight | None:
+    if not module.has(_CODES):
+        return None
+    settings = _settings_of(module, common, exceptions)
     per_word = 32 // settings.bits
     codes = module.find(_CODES, (torch.int32,))
     if len(codes.spec.shape) != 2:

@@ -11,18 +11,18 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 from kvgraph.models.config_reader import ConfigReader
-from kvgraph.models.quantized.cache_scales import read_cache_code
 from kvgraph.models.quantized.coded import ActivationCode, CodedWeight, QuantizedCheckpoint
-from kvgraph.models.quantized.fp8 import read_float8_matrix
+from kvgraph.models.quantized.fp8 import read_float8_matrix, refuse_float8
+from kvgraph.models.quantized.modules import read_modules, require_coded
 from kvgraph.models.quantized.reader import SETTINGS_FILE
 from kvgraph.models.quantized.settings import refuse_unread, texts
-from kvgraph.models.quantized.tensors import ModuleTensors, group_by_module
+from kvgraph.models.quantized.tensors import ModuleTensors
 from kvgraph.models.safetensors_file import StoredTensor
-from kvgraph.models.weights import SafetensorsWeight
 
 METHOD = "modelopt"
 _SCALE = "weight_scale"
@@ -46,28 +46,9 @@ def read_checkpoint(settings: Mapping[str, Any], tensors: Mapping[str, StoredTen
     kept, cache_format = _read_settings(reader)
     refuse_unread(outer, _HARMLESS)
     refuse_unread(reader, _HARMLESS)
-    coded: dict[str, CodedWeight] = {}
-    used: set[str] = set()
-    for module, parts in group_by_module(tensors).items():
-        found = ModuleTensors(module, parts)
-        if _SCALE not in parts:
-            if "weight" in parts and parts["weight"].dtype == "F8_E4M3":
-                raise found.error(f"{_SCALE} is missing, without which its codes stand for nothing")
-            continue
-        if names := [name for name in kept if fnmatch.fnmatchcase(module, name)]:
-            raise found.error(f"has a {_SCALE}, but {_WHERE} excludes {names[0]!r}")
-        activation = ActivationCode("float8_e4m3fn", found.scalar("input_scale"))
-        coded[f"{module}.weight"] = read_float8_matrix(found, _SCALE, None, activation)
-        used |= {f"{module}.{suffix}" for suffix in found.known}
-    if not coded:
-        raise ValueError(f"{_WHERE}: says {METHOD}, but there is no {_SCALE}")
-    cache, cache_tensors = read_cache_code(cache_format, tensors)
-    plain = {
-        name: SafetensorsWeight(stored)
-        for name, stored in tensors.items()
-        if name not in used | cache_tensors
-    }
-    return QuantizedCheckpoint(METHOD, settings, coded, plain, cache)
+    read = partial(_read_module, kept=kept)
+    found = read_modules(METHOD, settings, tensors, read, cache_format=cache_format)
+    return require_coded(found, _WHERE, _SCALE)
 
 
 def _read_settings(reader: ConfigReader) -> tuple[tuple[str, ...], str | None]:
@@ -87,3 +68,13 @@ def _read_settings(reader: ConfigReader) -> tuple[tuple[str, ...], str | None]:
         refuse_unread(inner)
     kept = (*texts(reader, "exclude_modules"), *texts(reader, "ignore"))
     return kept, "float8_e4m3fn" if cache or scheme else None
+
+
+def _read_module(module: ModuleTensors, kept: Collection[str]) -> CodedWeight | None:
+    if not module.has(_SCALE):
+        refuse_float8(module, _SCALE)
+        return None
+    if names := [name for name in kept if fnmatch.fnmatchcase(module.module, name)]:
+        raise module.error(f"has a {_SCALE}, but {_WHERE} excludes {names[0]!r}")
+    activation = ActivationCode("float8_e4m3fn", module.scalar("input_scale"))
+    return read_float8_matrix(module, _SCALE, None, activation)

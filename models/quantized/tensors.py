@@ -27,6 +27,10 @@ class ModuleTensors:
         """Whether there is such a tensor."""
         return suffix in self._tensors
 
+    def stored(self, suffix: str) -> StoredTensor | None:
+        """A tensor as it lies in the file, None where it is missing; looking at it does not make it known."""
+        return self._tensors.get(suffix)
+
     @property
     def file(self) -> Path:
         """A file that holds one of them, to be named in errors."""
