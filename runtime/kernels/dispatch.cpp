@@ -3,10 +3,20 @@
 #include <vector>
 
 #include "kernels.h"
+#include "simd.h"
 
 namespace kvgraph {
 
 namespace {
+
+bool is_amd() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amd");
+#else
+    return false;
+#endif
+}
 
 // Those that this processor has, the best first.
 const std::vector<const Kernels*>& available() {
@@ -31,6 +41,8 @@ const std::vector<const Kernels*>& available() {
 std::atomic<const Kernels*> chosen{nullptr};
 
 }  // namespace
+
+const bool kFetchesAhead = !is_amd();
 
 const Kernels& kernels() {
     const Kernels* table = chosen.load(std::memory_order_relaxed);

@@ -8,6 +8,11 @@
 #include <cstring>
 
 namespace kvgraph {
+
+// Whether kernels ask for what they will read soon. Measured: a decode step in 4 bits takes a fifth less time
+// with it on Sapphire Rapids, and a third more on Zen 4, whose own prefetching it gets in the way of.
+extern const bool kFetchesAhead;
+
 namespace {
 
 typedef float Floats __attribute__((vector_size(64)));
@@ -26,7 +31,9 @@ inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof valu
 // What is read once is fetched so many bytes ahead, into the second-level cache: it waits for more lines at a
 // time than the first.
 constexpr int64_t kAhead = 4096;
-inline void prefetch(const void* line) { __builtin_prefetch(line, 0, 2); }
+inline void prefetch(const void* line) {
+    if (kFetchesAhead) __builtin_prefetch(line, 0, 2);
+}
 
 inline Floats all(float value) { return value - Floats{}; }
 
