@@ -24,6 +24,7 @@ from kvgraph.export.architecture import (
     trace_graph,
 )
 from kvgraph.export.bundle import BUNDLE_FILE, SCHEMA_VERSION, TARGETS, Bundle, FileEntry, hash_file
+from kvgraph.export.collector import without_collecting
 from kvgraph.export.contract import GRAPHS, Contract, GraphName, graph_file, hidden_state
 from kvgraph.export.end_tokens import check_end_tokens
 from kvgraph.export.parameter_rows import ParameterRows
@@ -160,7 +161,7 @@ def trace_model(
         # Outside of the fake tensors, among which what is read would have no values.
         stream.check(weights.shapes, weights.ignorable)
         check_tied(stream, weights)
-    with fake_model(config, precision) as model:
+    with without_collecting(), fake_model(config, precision) as model:
         contract = model_contract(model, capacity)
         graphs = {graph: trace_graph(model, graph) for graph in _progress(contract.graphs, "tracing")}
         parameters = {
