@@ -6,6 +6,8 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
+from kvgraph.numbers_argument import numbers
+
 if TYPE_CHECKING:
     from kvgraph.runtime.threads import Threads
 
@@ -17,7 +19,10 @@ def add_thread_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads", type=int, metavar="N", help="threads (one a core, or one for each of --cores)"
     )
     group.add_argument(
-        "--cores", type=_numbers, metavar="N[,N...]", help="bind one thread to each of these processors"
+        "--cores",
+        type=numbers("processors such as 0,1,2"),
+        metavar="N[,N...]",
+        help="bind one thread to each of these processors",
     )
     group.add_argument(
         "--no-spin",
@@ -56,10 +61,3 @@ def _bind(cores: tuple[int, ...]) -> None:
         have = ", ".join(str(core) for core in sorted(usable))
         raise ValueError(f"--cores names {', '.join(map(str, cores))}; this process may use {have}")
     os.sched_setaffinity(0, cores)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected processors such as 0,1,2") from None

@@ -112,8 +112,8 @@ def test_bundle_without_a_tokenizer_gives_token_ids(tiny_llama, exported, capsys
     [
         ([], "one of the arguments --prompt --prompt-file --token-ids --chat is required"),
         (["--prompt", "a", "--chat"], "not allowed with argument"),
-        (["--token-ids", "1,x"], "'1,x' is not a list of integers"),
-        (["--token-ids", ""], "'' is not a list of integers"),
+        (["--token-ids", "1,x"], "'1,x', expected integers such as 1,2,3"),
+        (["--token-ids", ""], "'', expected integers such as 1,2,3"),
         (["--token-ids", "1,99999"], "token 1 is 99999, expected 0 <= id <"),
         (["--prompt-file", "absent.txt"], "absent.txt: No such file"),
         (["--prompt", "a", "--temperature", "nan"], "temperature is nan, expected a finite number"),

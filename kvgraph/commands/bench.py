@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraph.files import check_folder
+from kvgraph.numbers_argument import numbers
 from kvgraph.table import format_table
 from kvgraph.thread_arguments import add_thread_arguments, threads_of
 
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument(
         "--context",
         dest="contexts",
-        type=_numbers,
+        type=numbers("a number, or several as in 128,1024"),
         metavar="N[,N...]",
         help="tokens in use at which to time decode (those of the prompt)",
     )
@@ -190,10 +191,3 @@ def _bytes(count: float) -> str:
         if count >= size:
             return f"{count / size:,.2f} {unit}"
     return f"{count / 1e3:,.2f} kB"
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected a number, or several as in 128,1024") from None

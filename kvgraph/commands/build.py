@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from kvgraph.numbers_argument import numbers
+
 if TYPE_CHECKING:
     from kvgraph.export.bundle import Bundle
     from kvgraph.runtime.target import Target
@@ -69,17 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--compute-capability",
         dest="compute_capabilities",
-        type=_capabilities,
+        type=numbers("numbers such as 89 or 89,120"),
         metavar="89,120",
         help="GPUs to build for, TensorRT-RTX only (default: all that it knows)",
     )
-
-
-def _capabilities(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers such as 89 or 89,120") from None
 
 
 def run(args: argparse.Namespace) -> int:

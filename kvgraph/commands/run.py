@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from kvgraph.numbers_argument import numbers
 from kvgraph.thread_arguments import add_thread_arguments, threads_of
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 NAME = "run"
 HELP = "generate text from a bundle"
+
+_TOKEN_IDS = numbers("integers such as 1,2,3")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="text to go on from")
     source.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 file with that text")
-    source.add_argument("--token-ids", type=_integers, metavar="1,2,3", help="the prompt as token ids")
+    source.add_argument("--token-ids", type=_TOKEN_IDS, metavar="1,2,3", help="the prompt as token ids")
     source.add_argument("--chat", action="store_true", help="talk: each line of stdin is a turn")
     add_thread_arguments(parser)
     # What is not given is left to the library, so that each default is written down once.
@@ -41,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
     )
-    options.add_argument("--eos-token-ids", type=_integers, metavar="1,2", help="default: those of the model")
+    options.add_argument(
+        "--eos-token-ids", type=_TOKEN_IDS, metavar="1,2", help="default: those of the model"
+    )
     options.add_argument("--temperature", type=float, metavar="X", help="default: 0, the likeliest token")
     options.add_argument(
         "--top-k", type=int, metavar="N", help="draw from the N likeliest tokens; 0: from all"
@@ -103,7 +108,7 @@ def _read_prompt(args: argparse.Namespace) -> Prompt | None:
         except UnicodeDecodeError as error:
             raise ValueError(f"{args.prompt_file}: not UTF-8 ({error}); convert the file") from error
     if args.token_ids is not None:
-        return cast("list[int]", args.token_ids)
+        return cast("tuple[int, ...]", args.token_ids)
     return cast("str | None", args.prompt)
 
 
@@ -188,11 +193,3 @@ def _early_stopping(text: str) -> bool | str:
     if text not in values:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(values)}")
     return values[text]
-
-
-def _integers(text: str) -> list[int]:
-    """The numbers of "1,2,3"."""
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 1,2,3") from None
