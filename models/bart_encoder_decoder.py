@@ -63,12 +63,20 @@ class BartConfig(EncoderDecoderConfig):
 
 
 def read_bart(
-    reader: ConfigReader, *, activation: str = "gelu", scale_embedding: bool = False, **defaults: Any
+    reader: ConfigReader,
+    name: str,
+    fixed: Mapping[str, Any],
+    *,
+    activation: str = "gelu",
+    scale_embedding: bool = False,
+    **defaults: Any,
 ) -> dict[str, Any]:
     """The fields of `BartConfig`.
 
     Args:
         reader: config.json.
+        name: Of the architecture, to be named in errors.
+        fixed: Keys by which old files spell what it is; with other values they describe another one.
         activation: What the family's transformers class takes where the key is left out.
         scale_embedding: Likewise.
         **defaults: Those of `read_decoding`.
@@ -77,6 +85,8 @@ def read_bart(
         ValueError: A key is missing, malformed or contradicts another.
     """
     reader.require("is_encoder_decoder", True, "the model has an encoder")
+    for key, value in fixed.items():
+        reader.require(key, value, f"{name} is made so; other values describe another architecture")
     size, vocab_size = reader.integer("d_model"), reader.integer("vocab_size")
     layers = {side: reader.integer(f"{side}_layers") for side in ("encoder", "decoder")}
     heads = {side: reader.integer(f"{side}_attention_heads") for side in ("encoder", "decoder")}

@@ -44,9 +44,10 @@ def read_decoding(
     *,
     bos_token_id: int | None = None,
     eos_token_ids: tuple[int, ...] = (),
+    decoder_start_token_id: int | None = None,
     forced_eos_token_id: int | None = None,
 ) -> dict[str, Any]:
-    """Type and tokens of a config.json; `forced_eos_token_id` and the others are the family's where it leaves them out.
+    """Type and tokens of a config.json; the arguments are the family's tokens where it leaves them out.
 
     Raises:
         ValueError: A value is malformed.
@@ -54,7 +55,7 @@ def read_decoding(
     return {
         "bos_token_id": read_bos_token_id(reader, default=bos_token_id),
         "eos_token_ids": reader.token_ids("eos_token_id", default=eos_token_ids),
-        "decoder_start_token_id": _one(reader, "decoder_start_token_id"),
+        "decoder_start_token_id": _one(reader, "decoder_start_token_id", decoder_start_token_id),
         "forced_bos_token_id": _one(reader, "forced_bos_token_id"),
         "forced_eos_token_id": _one(reader, "forced_eos_token_id", forced_eos_token_id),
         "dtype": read_dtype(reader),

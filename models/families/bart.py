@@ -35,12 +35,16 @@ FIXED = {
 def config_from_hf(hf: Mapping[str, Any]) -> BartConfig:
     """Read a `bart` config.json; defaults as in `llama.config_from_hf`."""
     reader = ConfigReader(hf)
-    fields = read_bart(reader, bos_token_id=0, eos_token_ids=(2,), forced_eos_token_id=2)
-    if fields["decoder_start_token_id"] is None and "decoder_start_token_id" not in hf:
-        fields["decoder_start_token_id"] = 2
+    fields = read_bart(
+        reader,
+        "BART",
+        FIXED,
+        bos_token_id=0,
+        eos_token_ids=(2,),
+        decoder_start_token_id=2,
+        forced_eos_token_id=2,
+    )
     config = BartConfig(**fields)
-    for key, value in FIXED.items():
-        reader.require(key, value, "BART is made so; other values describe another architecture")
     reader.refuse_unread(config.model_type)
     return config
 

@@ -36,15 +36,20 @@ class M2M100Config(BartConfig):
 def config_from_hf(hf: Mapping[str, Any]) -> M2M100Config:
     """Read an `m2m_100` config.json; defaults as in `llama.config_from_hf`."""
     reader = ConfigReader(hf)
-    fields = read_bart(reader, bos_token_id=0, eos_token_ids=(2,), activation="relu", scale_embedding=True)
-    if fields["decoder_start_token_id"] is None and "decoder_start_token_id" not in hf:
-        fields["decoder_start_token_id"] = 2
+    fields = read_bart(
+        reader,
+        "M2M100",
+        pegasus.FIXED,
+        activation="relu",
+        scale_embedding=True,
+        bos_token_id=0,
+        eos_token_ids=(2,),
+        decoder_start_token_id=2,
+    )
     # Two angles at least, and as many sines as cosines.
     if fields["hidden_size"] % 2 or fields["hidden_size"] < 4:
         raise reader.error(f"d_model is {fields['hidden_size']}, expected an even number of at least 4")
     config = M2M100Config(**fields, pad_token_id=reader.integer("pad_token_id", default=1, minimum=0))
-    for key, value in pegasus.FIXED.items():
-        reader.require(key, value, "M2M100 is made so; other values describe another architecture")
     reader.ignore("extra_pos_embeddings")
     reader.refuse_unread(config.model_type)
     return config

@@ -33,9 +33,9 @@ FIXED = {
 def config_from_hf(hf: Mapping[str, Any]) -> BartConfig:
     """Read an `mbart` config.json; defaults as in `llama.config_from_hf`."""
     reader = ConfigReader(hf)
-    config = BartConfig(**read_bart(reader, bos_token_id=0, eos_token_ids=(2,), forced_eos_token_id=2))
-    for key, value in FIXED.items():
-        reader.require(key, value, "mBART is made so; other values describe another architecture")
+    config = BartConfig(
+        **read_bart(reader, "mBART", FIXED, bos_token_id=0, eos_token_ids=(2,), forced_eos_token_id=2)
+    )
     reader.refuse_unread(config.model_type)
     return config
 

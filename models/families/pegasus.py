@@ -36,14 +36,12 @@ FINAL_NORM = {"layer_norm": "norm"}
 def config_from_hf(hf: Mapping[str, Any]) -> BartConfig:
     """Read a `pegasus` config.json; defaults as in `llama.config_from_hf`."""
     reader = ConfigReader(hf)
-    fields = read_bart(reader, eos_token_ids=(1,), forced_eos_token_id=1)
-    if fields["decoder_start_token_id"] is None and "decoder_start_token_id" not in hf:
-        fields["decoder_start_token_id"] = 0
+    fields = read_bart(
+        reader, "Pegasus", FIXED, eos_token_ids=(1,), decoder_start_token_id=0, forced_eos_token_id=1
+    )
     if fields["hidden_size"] % 2:
         raise reader.error(f"d_model is {fields['hidden_size']}, expected an even number for its positions")
     config = BartConfig(**fields)
-    for key, value in FIXED.items():
-        reader.require(key, value, "Pegasus is made so; other values describe another architecture")
     # Nothing is left free in front of computed positions.
     reader.ignore("extra_pos_embeddings")
     reader.refuse_unread(config.model_type)
