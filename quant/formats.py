@@ -22,6 +22,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from kvgraph.runtime.kernels.weights import compiled, pack_halves
+
 Floats = NDArray[np.float32]
 
 
@@ -89,6 +91,8 @@ def pack(values: NDArray[Any], bits: int) -> NDArray[np.uint8]:
     octets: NDArray[np.uint8] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     if bits >= 8:
         return octets
+    if compiled():
+        return pack_halves(octets)
     nibbles = octets & np.uint8(0x0F)
     if nibbles.size % 2:
         nibbles = np.append(nibbles, np.uint8(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,10 +11,16 @@ from numpy.typing import NDArray
 from kvgraph.export.in_order import do_all, map_in_order
 from kvgraph.export.weights_file import WeightsWriter
 from kvgraph.quant.bundle_weights import NUMPY_TYPES, FloatWeights, as_float32
+from kvgraph.quant.compiled_rounding import channel_codes, column_extremes, round_compiled
 from kvgraph.quant.formats import Floats
 from kvgraph.quant.linears import Linear
 from kvgraph.quant.plan import Rescaling, WeightPart, WeightQuantizer, round_to_nearest
-from kvgraph.quant.quantized_weight import choose_channel_scales, quantize_finite, round_channels
+from kvgraph.quant.quantized_weight import (
+    QuantizedWeight,
+    choose_channel_scales,
+    quantize_finite,
+    round_channels,
+)
 from kvgraph.quant.storage import PartPlace, StoredWeight, plan_parts, write_band, write_part
 from kvgraph.quant.tensor_jobs import TensorJob
 
@@ -45,16 +52,20 @@ def write_tensor(writer: WeightsWriter, weights: FloatWeights, job: TensorJob) -
         _copy(writer, weights, job)
 
 
-def read_part(weights: FloatWeights, linear: Linear, place: PartPlace, rescaling: Rescaling | None) -> Floats:
-    """The weights [I, stop - start] of a part, rescaled, as a float32 array."""
+def read_part(
+    weights: FloatWeights, linear: Linear, place: PartPlace, rescaling: Rescaling | None
+) -> NDArray[np.generic]:
+    """The weights [I, stop - start] of a part in their own type; rescaled ones in float32."""
     start, stop = place.start, place.stop
     if linear.kind == "matmul":
-        values = as_float32(weights.read_columns(linear.tensor, start, stop))
+        values = weights.read_columns(linear.tensor, start, stop)
     elif linear.kind == "table":
-        values = as_float32(weights.read(linear.tensor, start, stop)).T
+        values = weights.read(linear.tensor, start, stop).T
     else:
-        values = as_float32(weights.read_expert(linear.tensor, place.expert, start, stop))
-    return values if rescaling is None else rescale(values, rescaling, slice(None), slice(start, stop))
+        values = weights.read_expert(linear.tensor, place.expert, start, stop)
+    if rescaling is None:
+        return values
+    return rescale(as_float32(values), rescaling, slice(None), slice(start, stop))
 
 
 def rescale(values: Floats, rescaling: Rescaling, inputs: slice, outputs: slice) -> Floats:
@@ -96,18 +107,22 @@ def _write_parts(
     most = BAND_WEIGHTS if nearest and linear.kind == "table" else PART_WEIGHTS
     places = list(plan_parts(stored, most))
 
-    def read(place: PartPlace) -> Floats:
-        values = read_part(weights, linear, place, job.rescaling)
-        _require_finite(values, weights, linear)
-        return values
+    def read(place: PartPlace) -> NDArray[np.generic]:
+        return read_part(weights, linear, place, job.rescaling)
 
     largest = None
     if stored.global_scale is not None:
-        largest = max(map_in_order(lambda place: _largest(read(place)), places))
+        largest = max(map_in_order(lambda place: _largest(_finite(read(place), weights, linear)), places))
 
     def write(place: PartPlace) -> None:
-        part = WeightPart(linear.module, place.start, read(place), stored.scheme, scale_dtype, largest)
-        write_part(writer, stored, quantize(part), place)
+        values = read(place)
+        found = round_compiled(values, stored.scheme, scale_dtype) if nearest else None
+        if found is None:
+            exact = _finite(values, weights, linear)
+            found = quantize(
+                WeightPart(linear.module, place.start, exact, stored.scheme, scale_dtype, largest)
+            )
+        write_part(writer, stored, found, place)
 
     if nearest:
         do_all(write, places)
@@ -131,41 +146,60 @@ def _write_bands(writer: WeightsWriter, weights: FloatWeights, job: TensorJob, s
     step = max(unit, BAND_WEIGHTS // linear.outputs // unit * unit)
     bands = [slice(start, min(start + step, linear.inputs)) for start in range(0, linear.inputs, step)]
 
-    def read(band: slice) -> Floats:
-        values = as_float32(weights.read(linear.tensor, band.start, band.stop))
-        if job.rescaling is not None:
-            values = rescale(values, job.rescaling, band, slice(None))
-        _require_finite(values, weights, linear)
-        return values
+    def read(band: slice) -> NDArray[np.generic]:
+        values = weights.read(linear.tensor, band.start, band.stop)
+        if job.rescaling is None:
+            return values
+        return rescale(as_float32(values), job.rescaling, band, slice(None))
 
     if scheme.block_size is None:
-        extremes = list(map_in_order(lambda band: _extremes(read(band)), bands))
+        extremes = list(map_in_order(lambda band: _extremes(read(band), weights, linear), bands))
         scales = choose_channel_scales(np.concatenate(extremes), scheme, scale_dtype)
-        do_all(lambda band: write_band(writer, stored, round_channels(read(band), scales), band.start), bands)
+        do_all(
+            lambda band: write_band(writer, stored, _round_channels(read(band), scales), band.start), bands
+        )
         return
     largest = None
     if stored.global_scale is not None:
-        largest = max(map_in_order(lambda band: _largest(read(band)), bands))
-    do_all(
-        lambda band: write_band(
-            writer, stored, quantize_finite(read(band), scheme, scale_dtype, largest), band.start
-        ),
-        bands,
-    )
+        largest = max(map_in_order(lambda band: _largest(_finite(read(band), weights, linear)), bands))
+
+    def write(band: slice) -> None:
+        values = read(band)
+        found = round_compiled(values, scheme, scale_dtype)
+        if found is None:
+            found = quantize_finite(_finite(values, weights, linear), scheme, scale_dtype, largest)
+        write_band(writer, stored, found, band.start)
+
+    do_all(write, bands)
 
 
-def _require_finite(values: Floats, weights: FloatWeights, linear: Linear) -> None:
-    if not np.isfinite(values).all():
+def _finite(values: NDArray[np.generic], weights: FloatWeights, linear: Linear) -> Floats:
+    """The values as float32.
+
+    Raises:
+        ValueError: One is not finite.
+    """
+    floats = as_float32(values)
+    if not np.isfinite(floats).all():
         raise ValueError(f"{weights.path}: {linear.tensor!r} holds NaN or infinite values")
+    return floats
 
 
 def _largest(values: Floats) -> float:
     return float(np.abs(values).max())
 
 
-def _extremes(values: Floats) -> Floats:
+def _extremes(values: NDArray[np.generic], weights: FloatWeights, linear: Linear) -> Floats:
     """Least and largest value of each output, [2, O]."""
-    return np.stack([values.min(axis=0), values.max(axis=0)])
+    if (found := column_extremes(values)) is not None:
+        return found
+    floats = _finite(values, weights, linear)
+    return np.stack([floats.min(axis=0), floats.max(axis=0)])
+
+
+def _round_channels(values: NDArray[np.generic], scales: QuantizedWeight) -> QuantizedWeight:
+    codes = channel_codes(values, scales)
+    return round_channels(as_float32(values), scales) if codes is None else replace(scales, codes=codes)
 
 
 def _write_rescaled(

@@ -1,0 +1,153 @@
+"""What is done to every weight on its way to a file, in C++: rounding.
+
+`kvgraph.quant` says in NumPy what these functions compute, and does so where the library is not compiled; results are
+the same bit for bit. They leave the interpreter to other threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvgraph.runtime.kernels import library_path
+
+# Names of NumPy types -> numbers that the library knows them by.
+FLOAT_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
+INTEGER_FORMATS = {"int4": 0, "uint4": 1, "int8": 2, "uint8": 3}
+
+_POINTER, _NUMBER, _COUNT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+_ROUND = [_NUMBER, _NUMBER, _POINTER, _COUNT, _POINTER, _POINTER, _POINTER]
+_ARGUMENTS = {
+    "kvgraph_round_columns": [_POINTER, _NUMBER, _COUNT, _COUNT, _COUNT, *_ROUND],
+    "kvgraph_round_rows": [_POINTER, _NUMBER, _COUNT, _COUNT, *_ROUND],
+    "kvgraph_column_extremes": [_POINTER, _NUMBER, _COUNT, _COUNT, _POINTER, _POINTER],
+    "kvgraph_round_by_column": [_POINTER, _NUMBER, _COUNT, _COUNT, _NUMBER, _POINTER, _POINTER, _POINTER],
+    "kvgraph_pack_halves": [_POINTER, _COUNT, _POINTER],
+}
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    path = library_path()
+    library = None if path is None else ctypes.CDLL(str(path))
+    # One that was compiled before these functions were written does without them.
+    if library is None or not all(hasattr(library, name) for name in _ARGUMENTS):
+        return None
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, _NUMBER
+    return library
+
+
+def compiled() -> bool:
+    """Whether the functions below may be called."""
+    return _library() is not None
+
+
+def round_columns(
+    values: NDArray[Any], block: int, format_name: str, scale_type: str, ratios: NDArray[np.float32]
+) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.uint8]] | None:
+    """Codes and scales of a matrix whose blocks lie along its columns.
+
+    Args:
+        values: [I, O] in one of `FLOAT_TYPES`.
+        block: Rows that share a scale.
+        format_name: One of `INTEGER_FORMATS`.
+        scale_type: One of `FLOAT_TYPES`.
+        ratios: Shares of the full range that are tried, the first of them 1.
+
+    Returns:
+        Codes [I, O], one a byte, scales [blocks, O] and zero points [blocks, O], of no meaning for symmetric formats;
+        None where a value is not finite.
+    """
+    rows, columns = values.shape
+    codes, scales, zeros = _results((rows, columns), (-(-rows // block), columns))
+    shape = (rows, columns, block)
+    bad = _call("kvgraph_round_columns", values, shape, format_name, scale_type, ratios, codes, scales, zeros)
+    return None if bad else (codes, scales, zeros)
+
+
+def round_rows(
+    values: NDArray[Any], block: int, format_name: str, scale_type: str, ratios: NDArray[np.float32]
+) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.uint8]] | None:
+    """`round_columns` of the transpose of [O, I], whose blocks lie along rows and fill them; results are transposed.
+
+    With more than one ratio, blocks have 16, 32, 64 or 128 values.
+    """
+    rows, columns = values.shape
+    codes, scales, zeros = _results((rows, columns), (rows, columns // block))
+    shape = (scales.size, block)
+    bad = _call("kvgraph_round_rows", values, shape, format_name, scale_type, ratios, codes, scales, zeros)
+    return None if bad else (codes, scales, zeros)
+
+
+def column_extremes(values: NDArray[Any]) -> NDArray[np.float32] | None:
+    """Least and largest value of each column, [2, O]; None where a value is not finite."""
+    library = _library()
+    assert library is not None
+    values = np.ascontiguousarray(values)
+    found = np.empty((2, values.shape[1]), np.float32)
+    kind, (least, most) = FLOAT_TYPES[values.dtype.name], (_at(row) for row in found)
+    bad = library.kvgraph_column_extremes(_at(values), kind, *values.shape, least, most)
+    return None if bad else found
+
+
+def round_by_column(
+    values: NDArray[Any], format_name: str, scales: NDArray[np.float32], zeros: NDArray[np.float32] | None
+) -> NDArray[np.uint8]:
+    """Codes [r, O], one a byte, of finite values whose columns have scales and zero points [O]."""
+    library = _library()
+    assert library is not None
+    values, codes = np.ascontiguousarray(values), np.empty(values.shape, np.uint8)
+    shared = np.ascontiguousarray(scales), np.ascontiguousarray(scales if zeros is None else zeros)
+    kind, number = FLOAT_TYPES[values.dtype.name], INTEGER_FORMATS[format_name]
+    library.kvgraph_round_by_column(
+        _at(values), kind, *values.shape, number, *(_at(each) for each in shared), _at(codes)
+    )
+    return codes
+
+
+def pack_halves(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The low halves of bytes, two a byte, the first in the low half."""
+    library = _library()
+    assert library is not None
+    codes = np.ascontiguousarray(codes)
+    packed = np.empty((codes.size + 1) // 2, np.uint8)
+    library.kvgraph_pack_halves(_at(codes), codes.size, _at(packed))
+    return packed
+
+
+def _results(
+    codes: tuple[int, int], scales: tuple[int, int]
+) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.uint8]]:
+    return np.empty(codes, np.uint8), np.empty(scales, np.float32), np.empty(scales, np.uint8)
+
+
+def _call(
+    name: str,
+    values: NDArray[Any],
+    shape: tuple[int, ...],
+    format_name: str,
+    scale_type: str,
+    ratios: NDArray[np.float32],
+    codes: NDArray[np.uint8],
+    scales: NDArray[np.float32],
+    zeros: NDArray[np.uint8],
+) -> bool:
+    """Round; whether a value is not finite."""
+    values, ratios = np.ascontiguousarray(values), np.ascontiguousarray(ratios)
+    kinds = INTEGER_FORMATS[format_name], FLOAT_TYPES[scale_type]
+    results = (_at(codes), _at(scales), _at(zeros))
+    return bool(
+        getattr(_library(), name)(
+            _at(values), FLOAT_TYPES[values.dtype.name], *shape, *kinds, _at(ratios), ratios.size, *results
+        )
+    )
+
+
+def _at(array: NDArray[Any]) -> int:
+    return array.ctypes.data
