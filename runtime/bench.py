@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.contract import Contract
+from kvgraph.runtime.bandwidth import read_bandwidth
 from kvgraph.runtime.bench_report import BenchOptions, BenchReport, DecodeSpeed, Timing
 from kvgraph.runtime.bench_source import check_source_tokens, source_bytes, with_sources
 from kvgraph.runtime.element_types import element_type
@@ -31,7 +32,6 @@ from kvgraph.runtime.machine import (
     describe_machine,
     memory_in_use_bytes,
     peak_memory_bytes,
-    read_bandwidth,
 )
 from kvgraph.runtime.prefill import prefill_prompts
 from kvgraph.runtime.resident_weights import WEIGHTS_FILE

@@ -1,4 +1,4 @@
-"""The machine that a measurement was made on: what it is, and what its memory can do."""
+"""The machine that a measurement was made on: what it is, and how much of its memory is in use."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import os
 import platform
 import re
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 _MIB = 1 << 20
-_SMALLEST_BUFFER = 256 * _MIB
 _STATUS = Path("/proc/self/status")
 _ROLLUP = Path("/proc/self/smaps_rollup")
 # With these, products of bytes are summed in 32 bits.
@@ -63,7 +60,7 @@ def describe_machine() -> Machine:
     return Machine(
         cpu=_cpu_model(),
         cores=core_count(),
-        memory_bytes=_memory_bytes(),
+        memory_bytes=memory_bytes(),
         system=platform.platform(),
         python=platform.python_version(),
         numpy=np.__version__,
@@ -110,33 +107,6 @@ def memory_in_use_bytes() -> int | None:
     return None if found is None else int(found[1]) * 1024
 
 
-def read_bandwidth(threads: int, buffer_bytes: int | None = None, repetitions: int = 5) -> float:
-    """Bytes a second at which `threads` threads read memory, the best of several passes.
-
-    Each thread sums its own part of one buffer of 64-bit integers; NumPy lets go of the interpreter lock meanwhile.
-    A pass reads every byte once, so what it reaches is what a decode step, which reads every weight once, could.
-
-    Args:
-        threads: How many read at once.
-        buffer_bytes: Size of the buffer; default: twice the last-level cache, at least 256 MiB, at most a quarter of
-            the memory. It is read from end to end, which leaves nothing of its start in a cache that it exceeds.
-        repetitions: Passes.
-    """
-    if buffer_bytes is None:
-        buffer_bytes = min(max(2 * _last_level_cache_bytes(), _SMALLEST_BUFFER), _memory_bytes() // 4)
-    # Ones, not zeros: pages that were never written all read one page of zeros.
-    buffer = np.ones(buffer_bytes // 8, np.int64)
-    parts = np.array_split(buffer, threads)
-    best_s = float("inf")
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(repetitions):
-            start = time.perf_counter()
-            total = sum(int(part) for part in pool.map(np.sum, parts))
-            best_s = min(best_s, time.perf_counter() - start)
-            assert total == buffer.size
-    return buffer.nbytes / best_s
-
-
 def int8_products_saturate() -> bool:
     """Whether products of unsigned and signed bytes may saturate: on x86 without VNNI, or where that is not known."""
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -157,11 +127,12 @@ def _cpuinfo() -> str:
         return ""
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
+    """Memory of the machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _last_level_cache_bytes() -> int:
+def last_level_cache_bytes() -> int:
     """Size of the largest cache of the first core, 0 where the system does not say."""
     largest = 0
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):

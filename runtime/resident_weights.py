@@ -53,7 +53,7 @@ def load_weights(path: Path) -> Mapping[str, Any]:
 def _read(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """The whole file, in pages as large as the system gives."""
     size = path.stat().st_size
-    buffer = _large_pages(size)
+    buffer = large_pages(size)
     view = memoryview(buffer)
     with path.open("rb") as file, ThreadPoolExecutor(core_count()) as pool:
         descriptor = file.fileno()
@@ -70,7 +70,7 @@ def _read(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     return np.frombuffer(buffer, np.uint8)
 
 
-def _large_pages(size: int) -> mmap.mmap:
+def large_pages(size: int) -> mmap.mmap:
     """Memory of this process alone: of shared memory Linux makes no large pages unless an administrator allows it."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return mmap.mmap(-1, size)

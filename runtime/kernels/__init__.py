@@ -17,6 +17,8 @@ Each has kernels for AMX, for AVX-512 with VNNI, for AVX2, and for any other pro
 from __future__ import annotations
 
 import ctypes
+import functools
+from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -46,3 +48,17 @@ def choose_instruction_set(name: str) -> bool:
     """Use another one from now on, in every session of this process; False where the processor lacks it."""
     path = library_path()
     return path is not None and bool(ctypes.CDLL(str(path)).kvgraph_choose_instruction_set(name.encode()))
+
+
+@functools.cache
+def memory_reader() -> Callable[[int, int], int] | None:
+    """A function of an address and a number of bytes that reads them and does little else; None without the library.
+
+    It gives the exclusive or of their 64-bit words, the last one filled up with zeros.
+    """
+    path = library_path()
+    if path is None:
+        return None
+    read = ctypes.CDLL(str(path)).kvgraph_read_memory
+    read.argtypes, read.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_uint64
+    return read

@@ -15,7 +15,7 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper
 
-from kvgraph.runtime.machine import read_bandwidth
+from kvgraph.runtime.bandwidth import read_bandwidth
 
 # A prompt of 512 tokens through the gate projection of the larger shape.
 _M, _K, _N = 512, 2048, 8192

@@ -1,4 +1,4 @@
-"""The machine of a measurement: memory and bandwidth."""
+"""The machine of a measurement and its memory."""
 
 from __future__ import annotations
 
@@ -55,25 +55,6 @@ def test_file_that_is_mapped_twice_is_in_use_once(tmp_path: Path) -> None:
 def test_memory_in_use_is_unknown_without_procfs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "_ROLLUP", tmp_path / "absent")
     assert machine.memory_in_use_bytes() is None
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_bandwidth_is_that_of_reading_every_byte(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(100))
-    monkeypatch.setattr("time.perf_counter", lambda: next(clock))  # every pass takes a second
-    assert machine.read_bandwidth(threads, 4 * MIB, repetitions=2) == 4 * MIB
-
-
-def test_bandwidth_is_of_the_order_of_a_single_reduction() -> None:
-    import time
-
-    buffer, times = np.ones(32 * MIB // 8, np.int64), []
-    for _ in range(5):
-        start = time.perf_counter()
-        buffer.sum()
-        times.append(time.perf_counter() - start)
-    measured = machine.read_bandwidth(1, buffer.nbytes)
-    assert 0.1 < measured * min(times) / buffer.nbytes < 10  # other processes may come between
 
 
 def test_machine_is_described() -> None:
