@@ -115,6 +115,13 @@ class BundleWeights:
         row = math.prod(stored.shape[1:])
         return self._elements(stored, start * row, (stop - start) * row).reshape(-1, *stored.shape[1:])
 
+    def read_octets(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of entries `start` to `stop` along the first axis, which begin and end with whole ones."""
+        stored = self._tensor(name)
+        bits = math.prod(stored.shape[1:]) * element_bits(stored.dtype)
+        assert start * bits % 8 == stop * bits % 8 == 0
+        return self._bytes(stored, start * bits // 8, (stop - start) * bits // 8)
+
     def read_columns(self, name: str, start: int, stop: int) -> NDArray[np.generic]:
         """Columns `start` to `stop` of a matrix whose elements fill bytes, in the stored type."""
         stored = self._tensor(name)

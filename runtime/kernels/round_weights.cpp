@@ -1,12 +1,10 @@
-// What `weights.py` calls: loops over whole matrices of weights.
+// Matrices of weights, rounded to integer formats.
 #include <algorithm>
 #include <string>
 #include <vector>
 
 #include "kernels.h"
 #include "weight_kernels.h"
-
-#define KVGRAPH_CALLABLE extern "C" __attribute__((visibility("default")))
 
 namespace kvgraph {
 

@@ -3,6 +3,9 @@
 
 #include <cstdint>
 
+// A function that `weights.py` calls.
+#define KVGRAPH_CALLABLE extern "C" __attribute__((visibility("default")))
+
 namespace kvgraph {
 
 // The types of floats in files, as `weights.py` numbers them.
@@ -30,6 +33,13 @@ struct Rounding {
 // Columns that are rounded at a time.
 constexpr int64_t kTile = 64;
 
+// What differs between weights and what was made of them.
+struct Difference {
+    // Sums of squares: of the weights, of what they differ by.
+    double signal, noise;
+    float largest;
+};
+
 struct WeightKernels {
     // Consecutive values as float32; false where one is not finite.
     bool (*widen)(const uint8_t* from, Type type, int64_t count, float* to);
@@ -43,6 +53,12 @@ struct WeightKernels {
     void (*extend)(const float* row, int64_t columns, float* least, float* most);
     // The low halves of bytes, two a byte.
     void (*pack_halves)(const uint8_t* codes, int64_t count, uint8_t* packed);
+    // Signed 4-bit codes, one a byte, of half bytes.
+    void (*unpack_halves)(const uint8_t* packed, int64_t count, int8_t* codes);
+    // Adds to `found` what (codes - zeros) * scales, rounded to a type, differ by from exact values [count],
+    // a multiple of 16.
+    void (*compare)(const float* exact, const int8_t* codes, const float* scales, const float* zeros,
+                    Type type, int64_t count, Difference& found);
 };
 
 extern const WeightKernels kAvx512WeightKernels, kAvx2WeightKernels, kGenericWeightKernels;

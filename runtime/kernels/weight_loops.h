@@ -190,7 +190,50 @@ void pack_halves(const uint8_t* codes, int64_t count, uint8_t* packed) {
     if (count % 2) packed[count / 2] = codes[count - 1] & 15;
 }
 
-constexpr WeightKernels kLoops{widen, round_blocks, round_row, extend, pack_halves};
+void unpack_halves(const uint8_t* packed, int64_t count, int8_t* codes) {
+    for (int64_t i = 0; i < count / 2; ++i) {
+        codes[2 * i] = static_cast<int8_t>(((packed[i] & 15) ^ 8) - 8);
+        codes[2 * i + 1] = static_cast<int8_t>(((packed[i] >> 4) ^ 8) - 8);
+    }
+}
+
+typedef double Doubles __attribute__((vector_size(128)));
+typedef int8_t SignedBytes __attribute__((vector_size(16)));
+
+inline void compare_as(const float* exact, const int8_t* codes, const float* scales, const float* zeros,
+                       Type type, int64_t count, Difference& found) {
+    Doubles signal = {}, noise = {};
+    Floats largest = {};
+    for (int64_t i = 0; i < count; i += kLanes) {
+        const Floats code = __builtin_convertvector(load<SignedBytes>(codes + i), Floats);
+        const Floats value = round_to((code - load<Floats>(zeros + i)) * load<Floats>(scales + i), type);
+        const Floats original = load<Floats>(exact + i), error = value - original;
+        const Doubles wide = __builtin_convertvector(original, Doubles);
+        const Doubles lost = __builtin_convertvector(error, Doubles);
+        signal += wide * wide;
+        noise += lost * lost;
+        largest = larger(magnitude(error), largest);
+    }
+    for (int lane = 0; lane < kLanes; ++lane) {
+        found.signal += signal[lane];
+        found.noise += noise[lane];
+        found.largest = found.largest < largest[lane] ? largest[lane] : found.largest;
+    }
+}
+
+void compare(const float* exact, const int8_t* codes, const float* scales, const float* zeros, Type type,
+             int64_t count, Difference& found) {
+    switch (type) {
+        case Type::kFloat32:
+            return compare_as(exact, codes, scales, zeros, Type::kFloat32, count, found);
+        case Type::kFloat16:
+            return compare_as(exact, codes, scales, zeros, Type::kFloat16, count, found);
+        default:
+            return compare_as(exact, codes, scales, zeros, Type::kBFloat16, count, found);
+    }
+}
+
+constexpr WeightKernels kLoops{widen, round_blocks, round_row, extend, pack_halves, unpack_halves, compare};
 
 }  // namespace
 }  // namespace kvgraph

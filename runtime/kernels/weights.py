@@ -1,4 +1,4 @@
-"""What is done to every weight on its way to a file, in C++: rounding.
+"""What is done to every weight on its way to a file, in C++: rounding, and the proof of it.
 
 `kvgraph.quant` says in NumPy what these functions compute, and does so where the library is not compiled; results are
 the same bit for bit. They leave the interpreter to other threads.
@@ -26,6 +26,10 @@ _ARGUMENTS = {
     "kvgraph_round_rows": [_POINTER, _NUMBER, _COUNT, _COUNT, *_ROUND],
     "kvgraph_column_extremes": [_POINTER, _NUMBER, _COUNT, _COUNT, _POINTER, _POINTER],
     "kvgraph_round_by_column": [_POINTER, _NUMBER, _COUNT, _COUNT, _NUMBER, _POINTER, _POINTER, _POINTER],
+    "kvgraph_compare_weights": [
+        *(_POINTER, _NUMBER, _COUNT, _COUNT, _POINTER, _NUMBER, _NUMBER, _POINTER, _POINTER, _COUNT, _COUNT),
+        _POINTER,
+    ],
     "kvgraph_pack_halves": [_POINTER, _COUNT, _POINTER],
 }
 
@@ -119,6 +123,43 @@ def pack_halves(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     packed = np.empty((codes.size + 1) // 2, np.uint8)
     library.kvgraph_pack_halves(_at(codes), codes.size, _at(packed))
     return packed
+
+
+def compare(
+    exact: NDArray[Any],
+    codes: NDArray[np.uint8],
+    bits: int,
+    compute: str,
+    scales: NDArray[np.float32],
+    zeros: NDArray[np.float32] | None,
+    blocks: tuple[int, int],
+) -> tuple[float, float, float]:
+    """Sums of squares of exact values and of what they differ by from (codes - zeros) * scales; the largest difference.
+
+    Args:
+        exact: [R, C] in one of `FLOAT_TYPES`.
+        codes: Signed ones as a file holds them, R * C * bits / 8 bytes; C is even where `bits` is 4.
+        bits: 4 or 8.
+        compute: Type that products are rounded to.
+        scales: [blocks of rows, blocks of columns].
+        zeros: Like the scales, or None.
+        blocks: Rows and columns that share a scale.
+    """
+    library = _library()
+    assert library is not None
+    exact, found = np.ascontiguousarray(exact), np.empty(3, np.float64)
+    scales, zeros = np.ascontiguousarray(scales), None if zeros is None else np.ascontiguousarray(zeros)
+    rows, columns = exact.shape
+    assert codes.flags.c_contiguous
+    assert codes.size * 8 == rows * columns * bits
+    assert scales.size == -(-rows // blocks[0]) * -(-columns // blocks[1])
+    assert zeros is None or zeros.size == scales.size
+    kind, product = FLOAT_TYPES[exact.dtype.name], FLOAT_TYPES[compute]
+    shared = _at(scales), None if zeros is None else _at(zeros)
+    library.kvgraph_compare_weights(
+        _at(exact), kind, rows, columns, _at(codes), bits, product, *shared, *blocks, _at(found)
+    )
+    return float(found[0]), float(found[1]), float(found[2])
 
 
 def _results(
