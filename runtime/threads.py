@@ -11,7 +11,7 @@ them, a 135M shape with INT8 prefill and INT4 decode; ranges are those of the fa
 | both stop | 31 to 33 | 8.6 to 11.4 and 3.1 to 3.4 | 1970 to 2360 |
 | prefill's alone stops | 30 to 33 | 13.5 to 14.0 and 3.2 to 3.4 | 2260 to 2370 |
 | prefill's never spins | 30 to 34 | 13.8 to 14.3 and 3.2 to 3.5 | 1920 to 2240 |
-| INT4 alone, one session | 31 to 34 | 9.2 and 3.1 to 3.3 | 1940 to 2000 |
+| INT4 alone, one session | 31 to 34 | 9.0 to 9.2 and 3.1 to 3.3 | 1780 to 2000 |
 
 Later decode steps took the same time in all. One pool for both, that of ONNX Runtime's environment, is no choice for a
 library: `set_global_thread_pool_sizes` can be called once in a process, and from then on no code there can open a

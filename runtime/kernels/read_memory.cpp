@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "simd.h"
 
 namespace kvgraph {
 namespace {
@@ -11,10 +12,9 @@ namespace {
 typedef uint64_t Words __attribute__((vector_size(64)));
 
 // Streams that one thread reads side by side: with one, the hardware's own prefetching starts anew at every
-// page. Each is fetched ahead as the products do (simd.h), into the second-level cache.
+// page. Each is fetched ahead as the products' are.
 constexpr int64_t kStreams = 4;
 constexpr int64_t kStep = 256;
-constexpr int64_t kFetchAhead = 4096;
 
 // Inlined into a function of each target: vectors are cut to its registers.
 __attribute__((always_inline)) inline uint64_t read_all(const uint8_t* from, int64_t bytes) {
@@ -24,7 +24,7 @@ __attribute__((always_inline)) inline uint64_t read_all(const uint8_t* from, int
         for (int64_t stream = 0; stream < kStreams; ++stream) {
             const uint8_t* line = from + stream * part + at;
             for (int64_t i = 0; i < kStep / 64; ++i, line += 64) {
-                __builtin_prefetch(line + kFetchAhead, 0, 2);
+                prefetch(line + kAhead);
                 Words words;
                 std::memcpy(&words, line, sizeof words);
                 sums[i] ^= words;
