@@ -3,7 +3,7 @@
 One layer's router and experts, traced as the exporter traces them, in each form of `kvgraph.models.experts`: for one
 token, for some rows of one token (decode of a batch) and for prompts. The forms take turns, and the medians are shown.
 With `--packed` the form that the exporter would choose takes turns with the operators of kvgraph's CPU kernels instead,
-in floats and in 4 bits.
+in floats and in 4 bits, there also with ONNX Runtime's contributed operator QMoE.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime
 import torch
@@ -87,13 +88,9 @@ def round_experts(model: ir.Model) -> None:
     for name, value in list(model.graph.initializers.items()):
         if ".experts." not in name or value.const_value is None:
             continue
-        blocks = value.const_value.numpy()
-        count, inputs, outputs = blocks.shape
-        blocks = blocks.reshape(count, inputs // 32, 32, outputs)
-        scale = np.abs(blocks).max(axis=2, keepdims=True).astype(np.float32) / 7
-        codes = np.rint(blocks / scale).reshape(count, inputs, outputs).astype(ml_dtypes.int4)
+        codes, scale = round_blocks(torch.from_numpy(value.const_value.numpy()))
         parts = []
-        for part, array in (("codes", codes), ("scale", scale[:, :, 0])):
+        for part, array in (("codes", codes.astype(ml_dtypes.int4)), ("scale", scale)):
             tensor = ir.Tensor(array, name=f"{name}.{part}")
             parts.append(ir.Value(name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype)))
             parts[-1].const_value = tensor
@@ -104,6 +101,54 @@ def round_experts(model: ir.Model) -> None:
         value.replace_all_uses_with(node.outputs[0])
         del model.graph.initializers[name]
         model.graph.insert_before(model.graph[0], node)
+
+
+def round_blocks(weight: Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Experts' weights [X, in, out] as codes -7 ... 7 of that shape, and scales [X, in / 32, out]."""
+    count, inputs, outputs = weight.shape
+    blocks = weight.numpy().reshape(count, inputs // 32, 32, outputs)
+    scale = np.abs(blocks).max(axis=2, keepdims=True).astype(np.float32) / 7
+    return np.rint(blocks / scale).reshape(weight.shape), scale[:, :, 0]
+
+
+def contributed(block: Block, threads: int) -> Any:
+    """The same layer in 4 bits as ONNX Runtime's QMoE, in whose first matrix the outputs of gate and up take turns."""
+    experts, constants = block.experts, {"router": block.gate.weight.numpy()}
+    gate, up = round_blocks(experts.gate_proj.weight), round_blocks(experts.up_proj.weight)
+    both = [np.stack(pair, axis=3).reshape(*pair[0].shape[:2], -1) for pair in zip(gate, up, strict=True)]
+    for name, (codes, scale) in {"1": both, "2": round_blocks(experts.down_proj.weight)}.items():
+        halves = np.ascontiguousarray((codes + 8).astype(np.uint8).transpose(0, 2, 1))
+        constants[f"codes{name}"] = halves[..., ::2] | halves[..., 1::2] << 4
+        constants[f"scale{name}"] = np.ascontiguousarray(scale.transpose(0, 2, 1))
+    hidden_size = block.gate.weight.shape[0]
+    options = {
+        "k": block.gate.top_k,
+        "expert_weight_bits": 4,
+        "block_size": 32,
+        "normalize_routing_weights": 1,
+    }
+    # gate * sigmoid(alpha gate) * (up + beta), nothing cut off.
+    options |= {"activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": 1.0}
+    inputs = ["rows", "scores", "codes1", "scale1", "", "codes2", "scale2", ""]
+    graph = onnx.parser.parse_graph(
+        f"""block (float[B, S, {hidden_size}] x) => (float[B, S, {hidden_size}] y) {{
+            width = Constant <value_ints = [-1, {hidden_size}]> ()
+            rows = Reshape (x, width)
+            scores = MatMul (rows, router)
+            shape = Shape (x)
+            y = Reshape (sums, shape)
+        }}"""
+    )
+    node = onnx.helper.make_node(
+        "QMoE", inputs, ["sums"], domain="com.microsoft", activation_beta=0.0, swiglu_limit=1e9, **options
+    )
+    graph.node.insert(3, node)
+    graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in constants.items())
+    domains = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
+    model = onnx.helper.make_model(graph, opset_imports=domains, ir_version=10)
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = threads
+    return onnxruntime.InferenceSession(model.SerializeToString(), settings, ["CPUExecutionProvider"])
 
 
 def session(model: ir.Model, threads: int, library: Path | None = None) -> Any:
@@ -177,12 +222,14 @@ def measure_packed(shape: tuple[int, int, int, int], bits: int, threads: int, ro
             if bits == 4:
                 round_experts(model)
             sessions[kernels] = session(model, threads, library)
+        if bits == 4:
+            sessions["QMoE"] = contributed(made[form], threads)
         for count in lengths:
             rows = (count, 1) if new_tokens == 1 else (1, count)
             x = random.standard_normal((*rows, hidden_size)).astype(np.float32)
             tolerance = TOLERANCE if bits == 32 else ROUNDED_TOLERANCE
             found = medians_ms(sessions, x, rounds if new_tokens == 1 else max(3, rounds // 4), tolerance)
-            ratio = found["onnxruntime"] / found["kvgraph"]
+            ratio = min(taken for kernels, taken in found.items() if kernels != "kvgraph") / found["kvgraph"]
             shown = ", ".join(f"{kernels} {taken:.2f} ms" for kernels, taken in found.items())
             print(f"  {step}, {rows[0]} x {rows[1]}: {shown}: {ratio:.2f} times as fast", flush=True)
 
