@@ -22,10 +22,10 @@ from kvgraph.runtime.checks import StepInputs, check_step
 from kvgraph.runtime.cuda import Cuda
 from kvgraph.runtime.session import Cache, Floats, Ids, SessionInfo
 from kvgraph.runtime.target import Limits, Target
-from kvgraph.runtime.tensorrt_api import Engine, Runtime, TensorRT
+from kvgraph.runtime.tensorrt_api import Runtime, TensorRT
 from kvgraph.runtime.tensorrt_module import MessageLog, collect_messages, load_tensorrt
 from kvgraph.runtime.trt_cache import TrtCache
-from kvgraph.runtime.trt_context import check_engine, load_engine
+from kvgraph.runtime.trt_context import LoadedEngine, load_engine
 from kvgraph.runtime.trt_engine import EngineGraph
 
 # Below it, a step costs the same whatever the context.
@@ -84,18 +84,14 @@ class TrtSession:
 
     def _load(self, trt: TensorRT, runtime: Runtime, log: MessageLog) -> dict[GraphName, EngineGraph]:
         """A context for each graph; an engine that serves both is loaded once."""
-        engines: dict[str, Engine] = {}
+        engines: dict[str, LoadedEngine] = {}
         graphs: dict[GraphName, EngineGraph] = {}
         for name in GRAPHS:
-            graph, path = self._target.graphs[name], self._target.graph_path(name)
+            graph = self._target.graphs[name]
             if graph.file not in engines:
-                engines[graph.file] = load_engine(runtime, path, log)
-                check_engine(trt, engines[graph.file], str(path), graph, self.contract)
-            rtx, captured = self._target.name == "tensorrt-rtx", name == "decode"
-            engine = engines[graph.file]
-            graphs[name] = EngineGraph(
-                trt, self._cuda, engine, graph, self.contract, log, rtx=rtx, captured=captured
-            )
+                engines[graph.file] = load_engine(trt, self._cuda, runtime, log, self._target, name)
+            loaded = engines[graph.file]
+            graphs[name] = EngineGraph(loaded, graph, self.contract, captured=name == "decode")
         return graphs
 
     @property

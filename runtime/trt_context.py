@@ -5,32 +5,56 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Collection, Mapping
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 
-from kvgraph.export.contract import CONTEXT_LENGTH, Contract
+from kvgraph.export.contract import CONTEXT_LENGTH, Contract, GraphName
 from kvgraph.runtime.cuda import CapturedGraph, Cuda, DeviceBuffer
 from kvgraph.runtime.session import Ids
-from kvgraph.runtime.target import TargetGraph
+from kvgraph.runtime.target import Target, TargetGraph
 from kvgraph.runtime.tensorrt_api import Engine, ExecutionContext, Runtime, TensorRT
 from kvgraph.runtime.tensorrt_module import MessageLog, dtype_names
 
 
-def load_engine(runtime: Runtime, path: Path, log: MessageLog) -> Engine:
-    """The engine of a file; it must not outlive the runtime.
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """An engine, and what its contexts are made with.
+
+    Attributes:
+        trt: The module.
+        cuda: Device and stream.
+        engine: The engine; it must not outlive its runtime.
+        log: Where TensorRT's messages go.
+        rtx: Whether this is TensorRT-RTX.
+    """
+
+    trt: TensorRT
+    cuda: Cuda
+    engine: Engine
+    log: MessageLog
+    rtx: bool
+
+
+def load_engine(
+    trt: TensorRT, cuda: Cuda, runtime: Runtime, log: MessageLog, target: Target, name: GraphName
+) -> LoadedEngine:
+    """The engine of one of a target's graphs, compared with the contract.
 
     Raises:
         RuntimeError: TensorRT does not deserialize it.
+        ValueError: It has other inputs or outputs.
     """
+    path = target.graph_path(name)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         engine = runtime.deserialize_cuda_engine(data)
     if engine is None:
         raise RuntimeError(f"{path}: TensorRT does not load it: {_last(log)}")
-    return engine
+    _check_engine(trt, engine, str(path), target.graphs[name], target.contract)
+    return LoadedEngine(trt, cuda, engine, log, target.name == "tensorrt-rtx")
 
 
-def check_engine(trt: TensorRT, engine: Engine, label: str, graph: TargetGraph, contract: Contract) -> None:
+def _check_engine(trt: TensorRT, engine: Engine, label: str, graph: TargetGraph, contract: Contract) -> None:
     """Compare an engine's inputs and outputs with the contract: names, and the dtype of each.
 
     Raises:
@@ -61,13 +85,9 @@ class EngineContext:
     a CUDA graph.
 
     Args:
-        trt: The module.
-        cuda: Device and stream.
-        engine: From `load_engine`.
+        loaded: The engine.
         graph: Its entry in target.json.
         large: Inputs that lie elsewhere.
-        log: Where TensorRT's messages go.
-        rtx: Whether this is TensorRT-RTX.
         captured: Capture steps in CUDA graphs; for steps whose shapes seldom change.
 
     Raises:
@@ -75,28 +95,19 @@ class EngineContext:
     """
 
     def __init__(
-        self,
-        trt: TensorRT,
-        cuda: Cuda,
-        engine: Engine,
-        graph: TargetGraph,
-        large: Collection[str],
-        log: MessageLog,
-        *,
-        rtx: bool,
-        captured: bool,
+        self, loaded: LoadedEngine, graph: TargetGraph, large: Collection[str], *, captured: bool
     ) -> None:
-        self._cuda, self._log = cuda, log
-        self._rtx, self._captured = rtx, captured
+        self._cuda, self._log = loaded.cuda, loaded.log
+        self._rtx, self._captured = loaded.rtx, captured
         self._label = f"{graph.file}, profile {graph.profile}"
-        self._context = self._create_context(trt, engine)
+        self._context = self._create_context(loaded.trt, loaded.engine)
         self.check(
-            self._context.set_optimization_profile_async(graph.profile or 0, int(cuda.stream)),
+            self._context.set_optimization_profile_async(graph.profile or 0, int(self._cuda.stream)),
             "set the profile",
         )
         self._inputs = {
             # All small inputs are int64.
-            name: DeviceBuffer(cuda, 8 * math.prod(largest))
+            name: DeviceBuffer(self._cuda, 8 * math.prod(largest))
             for name, (_, _, largest) in graph.shapes.items()
             if name not in large
         }

@@ -23,11 +23,11 @@ from kvgraph.runtime.element_types import element_type, to_float32
 from kvgraph.runtime.encoder_session import Encoded
 from kvgraph.runtime.session import Cache, Floats, Ids
 from kvgraph.runtime.target import TargetGraph
-from kvgraph.runtime.tensorrt_api import Engine, Runtime, TensorRT
+from kvgraph.runtime.tensorrt_api import Runtime, TensorRT
 from kvgraph.runtime.tensorrt_module import MessageLog
 from kvgraph.runtime.trt import TrtSession
 from kvgraph.runtime.trt_cache import TrtCache
-from kvgraph.runtime.trt_context import EngineContext, check_engine, load_engine
+from kvgraph.runtime.trt_context import EngineContext, LoadedEngine, load_engine
 from kvgraph.runtime.trt_engine import EngineGraph
 
 
@@ -115,10 +115,8 @@ def new_encoded(owner: object, cuda: Cuda, tensors: Iterable[TensorSpec], encode
 class EncodeGraph:
     """The encoder's engine; its shapes change with every call, so nothing is captured. Arguments: see `EngineGraph`."""
 
-    def __init__(
-        self, trt: TensorRT, cuda: Cuda, engine: Engine, graph: TargetGraph, log: MessageLog, *, rtx: bool
-    ) -> None:
-        self._context = EngineContext(trt, cuda, engine, graph, (), log, rtx=rtx, captured=False)
+    def __init__(self, loaded: LoadedEngine, graph: TargetGraph) -> None:
+        self._context = EngineContext(loaded, graph, (), captured=False)
 
     def run(self, input_ids: Ids, encoded: TrtEncoded) -> None:
         """Fill the memory of sources [N, C], whose lengths are the memory's.
@@ -182,11 +180,8 @@ class TrtEncoderSession(TrtSession):
         return self.contract.encoder
 
     def _load(self, trt: TensorRT, runtime: Runtime, log: MessageLog) -> dict[GraphName, EngineGraph]:
-        graph, path = self._target.graphs[ENCODE], self._target.graph_path(ENCODE)
-        engine = load_engine(runtime, path, log)
-        check_engine(trt, engine, str(path), graph, self.contract)
-        rtx = self._target.name == "tensorrt-rtx"
-        self._encode = EncodeGraph(trt, self._cuda, engine, graph, log, rtx=rtx)
+        loaded = load_engine(trt, self._cuda, runtime, log, self._target, ENCODE)
+        self._encode = EncodeGraph(loaded, self._target.graphs[ENCODE])
         return super()._load(trt, runtime, log)
 
     def _run(self, name: GraphName, cache: TrtCache, inputs: StepInputs) -> Floats:

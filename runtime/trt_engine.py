@@ -16,14 +16,12 @@ from kvgraph.export.contract import (
     PAST_LENGTH,
     Contract,
 )
-from kvgraph.runtime.cuda import Cuda, DeviceBuffer, pinned_array
+from kvgraph.runtime.cuda import DeviceBuffer, pinned_array
 from kvgraph.runtime.element_types import element_type
 from kvgraph.runtime.session import Floats, Ids
 from kvgraph.runtime.target import TargetGraph
-from kvgraph.runtime.tensorrt_api import Engine, TensorRT
-from kvgraph.runtime.tensorrt_module import MessageLog
 from kvgraph.runtime.trt_cache import TrtCache
-from kvgraph.runtime.trt_context import EngineContext
+from kvgraph.runtime.trt_context import EngineContext, LoadedEngine
 
 
 class EngineGraph:
@@ -36,13 +34,9 @@ class EngineGraph:
     change.
 
     Args:
-        trt: The module.
-        cuda: Device and stream.
-        engine: From `load_engine`.
+        loaded: The engine.
         graph: Its entry in target.json.
         contract: The target's contract.
-        log: Where TensorRT's messages go.
-        rtx: Whether this is TensorRT-RTX.
         captured: See `EngineContext`.
 
     Raises:
@@ -50,22 +44,13 @@ class EngineGraph:
     """
 
     def __init__(
-        self,
-        trt: TensorRT,
-        cuda: Cuda,
-        engine: Engine,
-        graph: TargetGraph,
-        contract: Contract,
-        log: MessageLog,
-        *,
-        rtx: bool,
-        captured: bool,
+        self, loaded: LoadedEngine, graph: TargetGraph, contract: Contract, *, captured: bool
     ) -> None:
-        self._cuda, self._contract = cuda, contract
+        self._cuda, self._contract = loaded.cuda, contract
         large = {CONTEXT_LENGTH, *(tensor.name for tensor in contract.state)}
         if contract.encoder is not None:
             large |= {contract.encoder.length.name, *(tensor.name for tensor in contract.encoder.cross)}
-        self._context = EngineContext(trt, cuda, engine, graph, large, log, rtx=rtx, captured=captured)
+        self._context = EngineContext(loaded, graph, large, captured=captured)
         # A shape input is read from host memory, when work is queued.
         self._context_length = np.zeros(1, np.int64) if CONTEXT_LENGTH in graph.shapes else None
         # New entries of caches in delta form, by the name of the output.
