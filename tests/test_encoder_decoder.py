@@ -216,19 +216,9 @@ def test_bench_times_the_encoder_apart(
 ) -> None:
     monkeypatch.setattr("kvgraph.runtime.bench.read_bandwidth", lambda threads: 1e9)
     report = tmp_path / "bench.json"
-    sizes = [
-        "--source-tokens",
-        "20",
-        "--prompt-tokens",
-        "4",
-        "--new-tokens",
-        "4",
-        "--batch",
-        "2",
-        "--runs",
-        "2",
-    ]
-    assert main(["bench", str(bundle), *sizes, "--json", str(report)]) == 0
+    sizes = {"source-tokens": "20", "prompt-tokens": "4", "new-tokens": "4", "batch": "2", "runs": "2"}
+    flags = [part for name, value in sizes.items() for part in (f"--{name}", value)]
+    assert main(["bench", str(bundle), *flags, "--json", str(report)]) == 0
     data = json.loads(report.read_text())
     assert data["encode"]["count"] == 2
     assert data["options"]["source_tokens"] == 20
