@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    import torch
+
     from kvgraph.export.bundle import Bundle
     from kvgraph.export.contract import GraphName
+    from kvgraph.runtime.session import Cache, Floats, Ids, Session
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -73,16 +77,35 @@ def tiny_llama(tiny_checkpoint: Callable[..., Path]) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def packers() -> ModuleType:
+def load_module() -> Callable[[Path], ModuleType]:
+    """Imports a file: what tests share lies in no package."""
+
+    def load(path: Path) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        # Dataclasses look their own module up.
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def packers(load_module: Callable[[Path], ModuleType]) -> ModuleType:
     """Writers of quantized checkpoints, see `tests/packers.py`."""
-    spec = importlib.util.spec_from_file_location("packers", REPOSITORY / "tests" / "packers.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their own module up.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_module(REPOSITORY / "tests" / "packers.py")
+
+
+@pytest.fixture(scope="session")
+def write_gguf(load_module: Callable[[Path], ModuleType]) -> Callable[..., dict[str, torch.Tensor]]:
+    """Writes a checkpoint directory as a GGUF file, see `tests/gguf_writer.py`."""
+    write: Callable[..., dict[str, torch.Tensor]] = load_module(
+        REPOSITORY / "tests" / "gguf_writer.py"
+    ).write_gguf
+    return write
 
 
 @pytest.fixture(scope="session")
@@ -132,6 +155,35 @@ def exported(tmp_path_factory: pytest.TempPathFactory, quick_tracing: None) -> C
         return export(checkpoint, ExportOptions(**options))
 
     return with_options
+
+
+@pytest.fixture(scope="session")
+def teacher_forced() -> Callable[..., Floats]:
+    """Logits of a session [B, n, V] at every position of ids [B, n], fed in chunks of `sizes` tokens.
+
+    The first chunk is prefilled; after it, chunks of one token are decoded and longer ones prefilled.
+    """
+
+    import numpy as np
+
+    def run(session: Session, ids: Ids, sizes: Sequence[int], cache: Cache | None = None) -> Floats:
+        assert sum(sizes) == ids.shape[1]
+        cache = cache or session.allocate_cache(ids.shape[0])
+        parts, start = [], 0
+        prompt = sizes[0] + sum(itertools.takewhile(lambda size: size > 1, sizes[1:]))
+        for size in sizes:
+            chunk, past = ids[:, start : start + size], np.full(ids.shape[0], start)
+            if size == 1 and start:
+                parts.append(session.decode(cache, chunk, past).copy())
+            else:
+                rows = np.tile(np.arange(size), (ids.shape[0], 1))
+                # What is left of the prompt: a rotary base that depends on it is then that of a single prefill.
+                rest = np.full(ids.shape[0], max(size, prompt - start))
+                parts.append(session.prefill(cache, chunk, past, rows, rest))
+            start += size
+        return np.concatenate(parts, axis=1)
+
+    return run
 
 
 @functools.cache

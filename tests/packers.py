@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
@@ -277,34 +276,3 @@ def pack_checkpoint(
     for file in source.glob("*token*"):
         shutil.copy(file, packed)
     return packed, stands_for
-
-
-def write_llama_gguf(source: Path, path: Path, kind: gguf.GGMLQuantizationType) -> None:
-    """A Llama checkpoint as llama.cpp's converter writes it: pairs of query and key rows lie beside each other."""
-    config = json.loads((source / "config.json").read_text())
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(config["head_dim"])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    for name, weight in load_file(source / "model.safetensors").items():
-        rows = weight.float().numpy()
-        if (count := heads.get(name.split(".")[-2])) is not None:
-            rows = rows.reshape(count, 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
-        stored = kind if rows.ndim == 2 else gguf.GGMLQuantizationType.F32
-        data = gguf.quantize(np.ascontiguousarray(rows), stored)
-        writer.add_tensor(names.get_name(name, (".weight",)), data, raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,14 +14,8 @@ MEMORY_LIMIT = 1.5e9
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    path = Path(__file__).with_name("export_scaling.py")
-    spec = importlib.util.spec_from_file_location("export_scaling", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script(load_module: Callable[[Path], ModuleType]) -> ModuleType:
+    return load_module(Path(__file__).with_name("export_scaling.py"))
 
 
 @pytest.mark.slow

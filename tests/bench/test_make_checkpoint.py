@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,15 +26,8 @@ SHAPE = {
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "make_checkpoint", Path(__file__).with_name("make_checkpoint.py")
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script(load_module: Callable[[Path], ModuleType]) -> ModuleType:
+    return load_module(Path(__file__).with_name("make_checkpoint.py"))
 
 
 @pytest.mark.parametrize("tied", [True, False])

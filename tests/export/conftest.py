@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import itertools
 import resource
 import signal
 import warnings
@@ -96,33 +94,6 @@ def kernels() -> Callable[[Bundle], Session]:
 
 
 @pytest.fixture(scope="session")
-def teacher_forced() -> Callable[..., Floats]:
-    """Logits of a session [B, n, V] at every position of ids [B, n], fed in chunks of `sizes` tokens.
-
-    The first chunk is prefilled; after it, chunks of one token are decoded and longer ones prefilled.
-    """
-
-    def run(session: Session, ids: Ids, sizes: Sequence[int], cache: Cache | None = None) -> Floats:
-        assert sum(sizes) == ids.shape[1]
-        cache = cache or session.allocate_cache(ids.shape[0])
-        parts, start = [], 0
-        prompt = sizes[0] + sum(itertools.takewhile(lambda size: size > 1, sizes[1:]))
-        for size in sizes:
-            chunk, past = ids[:, start : start + size], np.full(ids.shape[0], start)
-            if size == 1 and start:
-                parts.append(session.decode(cache, chunk, past).copy())
-            else:
-                rows = np.tile(np.arange(size), (ids.shape[0], 1))
-                # What is left of the prompt: a rotary base that depends on it is then that of a single prefill.
-                rest = np.full(ids.shape[0], max(size, prompt - start))
-                parts.append(session.prefill(cache, chunk, past, rows, rest))
-            start += size
-        return np.concatenate(parts, axis=1)
-
-    return run
-
-
-@pytest.fixture(scope="session")
 def ragged() -> Callable[..., Floats]:
     """Logits [B, 1 + n, V] of rows of unequal `lengths`, prefilled together and padded, then of n tokens decoded."""
 
@@ -176,13 +147,6 @@ def file_limit() -> Iterator[int]:
 
 
 @pytest.fixture(scope="session")
-def packed_reference(repository: Path) -> ModuleType:
+def packed_reference(load_module: Callable[[Path], ModuleType]) -> ModuleType:
     """`packed_operators.py`: the operators of kvgraph's CPU kernels in NumPy."""
-    spec = importlib.util.spec_from_file_location(
-        "packed_reference", repository / "tests" / "export" / "packed_operators.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(Path(__file__).with_name("packed_operators.py"))

@@ -1,7 +1,7 @@
 """Models in GGUF files against the same weights in a Hugging Face directory.
 
-The files are written here: names by the gguf package's own map, weights changed as llama.cpp's converter changes them.
-That transformers finds the original weights in them shows that they are what they are meant to be.
+The files are those of `tests/gguf_writer.py`. That transformers finds the original weights in them shows that they are
+what they are meant to be.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import kvgraph
 from kvgraph.cli import main
@@ -32,10 +30,8 @@ from kvgraph.models.checkpoint import open_checkpoint
 from kvgraph.runtime.session import Floats, Session
 
 Config = dict[str, Any]
-BLOCK = 32
+WriteGGUF = Callable[..., dict[str, torch.Tensor]]
 FORMATS = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1]
-ARCHITECTURES = {"gemma3_text": "gemma3"}
-
 SIZES = {"hidden_size": 96, "intermediate_size": 64, "num_attention_heads": 6, "head_dim": 10}
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 TRAINED = {"original_max_position_embeddings": 16, "rope_theta": 10000.0}
@@ -88,126 +84,6 @@ MODELS: dict[str, Config] = {
 }
 
 
-def architecture_of(config: Config) -> str:
-    return ARCHITECTURES.get(config["model_type"], config["model_type"])
-
-
-def in_pairs(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Rows of a head with the two of each pair beside each other instead of in two halves."""
-    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
-    return halves.swapaxes(1, 2).reshape(weight.shape)
-
-
-def converted(config: Config, name: str, weight: NDArray[np.float32]) -> NDArray[np.float32]:
-    """A weight as llama.cpp's converter stores it."""
-    model_type = config["model_type"]
-    if model_type == "llama" and "q_proj" in name:
-        return in_pairs(weight, config["num_attention_heads"])
-    if model_type == "llama" and "k_proj" in name:
-        return in_pairs(weight, config["num_key_value_heads"])
-    if model_type == "gemma3_text" and name.endswith("norm.weight"):
-        return weight + np.float32(1)
-    return np.ascontiguousarray(weight.T) if is_turned(config, name, weight) else weight
-
-
-def is_turned(config: Config, name: str, weight: NDArray[np.float32]) -> bool:
-    """Whether a matrix is stored as [out, in] where Hugging Face has it as [in, out]."""
-    return config["model_type"] == "gpt2" and ".c_" in name and weight.ndim == 2
-
-
-def write_sizes(writer: gguf.GGUFWriter, config: Config) -> None:
-    writer.add_vocab_size(config["vocab_size"])
-    if config["model_type"] == "gpt2":
-        writer.add_context_length(config["n_positions"])
-        writer.add_embedding_length(config["n_embd"])
-        writer.add_block_count(config["n_layer"])
-        writer.add_feed_forward_length(config["intermediate_size"])
-        writer.add_head_count(config["n_head"])
-        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
-        return
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if "head_dim" in config:
-        writer.add_key_length(config["head_dim"])
-        writer.add_value_length(config["head_dim"])
-    if config["model_type"] in ("gemma3_text", "phi3"):
-        writer.add_sliding_window(config["sliding_window"])
-    if config.get("final_logit_softcapping"):
-        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-
-
-def write_rope(writer: gguf.GGUFWriter, config: Config) -> None:
-    if config["model_type"] == "gpt2":
-        return
-    rope = config["rope_parameters"]
-    if "sliding_attention" in rope:
-        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
-        rope = rope["full_attention"]
-    writer.add_rope_freq_base(rope["rope_theta"])
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
-    if rope["rope_type"] in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
-        writer.add_rope_scaling_factor(rope["factor"])
-    if rope["rope_type"] in ("yarn", "longrope"):
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if rope["rope_type"] == "llama3":
-        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.for_model(**config), "cpu")
-        plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2) / head_dim)
-        writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
-    if rope["rope_type"] == "longrope":
-        _, factor = ROPE_INIT_FUNCTIONS["longrope"](AutoConfig.for_model(**config), "cpu")
-        writer.add_rope_scaling_attn_factors(factor)
-        for length in ("short", "long"):
-            divisors = np.array(rope[f"{length}_factor"], dtype=np.float32)
-            writer.add_tensor(f"rope_factors_{length}.weight", divisors)
-
-
-def write_gguf(
-    directory: Path,
-    path: Path,
-    kind: Kind,
-    describe: Callable[[gguf.GGUFWriter], object] = lambda _: None,
-) -> dict[str, torch.Tensor]:
-    """Convert a checkpoint; returns its weights with the loss that `kind` makes.
-
-    As in llama.cpp, vectors stay float32, and so do rows that blocks do not divide.
-
-    Args:
-        directory: The checkpoint.
-        path: The file.
-        kind: Type of the matrices.
-        describe: Adds metadata.
-    """
-    config = json.loads((directory / "config.json").read_text())
-    writer = gguf.GGUFWriter(path, architecture_of(config))
-    write_sizes(writer, config)
-    write_rope(writer, config)
-    describe(writer)
-    architecture = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[writer.arch]
-    names = gguf.get_tensor_name_map(architecture, config.get("num_hidden_layers") or config["n_layer"])
-    weights = {}
-    for name, weight in load_file(directory / "model.safetensors").items():
-        stored = converted(config, name, weight.numpy())
-        quantized = kind if stored.ndim == 2 and stored.shape[1] % BLOCK == 0 else Kind.F32
-        data = gguf.quantize(stored, quantized)
-        writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=quantized)
-        # Every row is quantized alone, so that their order does not matter; vectors are not quantized.
-        rows = stored if is_turned(config, name, stored) else weight.numpy()
-        lossy = gguf.dequantize(gguf.quantize(rows, quantized), quantized)
-        weights[name] = torch.from_numpy((lossy.T if is_turned(config, name, lossy) else lossy).copy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return weights
-
-
 @pytest.fixture(scope="session")
 def checkpoint(tiny_checkpoint: Callable[..., Path]) -> Callable[[str], Path]:
     """The Hugging Face directory of one of MODELS."""
@@ -228,7 +104,7 @@ def describe_tokens(writer: gguf.GGUFWriter) -> None:
 @pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_the_same_weights_in_a_directory(
-    name: str, kind: Kind, checkpoint: Callable[[str], Path], tmp_path: Path
+    name: str, kind: Kind, checkpoint: Callable[[str], Path], write_gguf: WriteGGUF, tmp_path: Path
 ) -> None:
     weights = write_gguf(checkpoint(name), tmp_path / "model.gguf", kind)
     save_file(weights, tmp_path / "model.safetensors")
@@ -247,7 +123,7 @@ def rounded(value: Any) -> Any:
 # Of rotations that another formula divides than that of the published models, the file has the result alone.
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "llama trained short"])
 def test_the_config_is_that_of_the_directory(
-    name: str, checkpoint: Callable[[str], Path], tmp_path: Path
+    name: str, checkpoint: Callable[[str], Path], write_gguf: WriteGGUF, tmp_path: Path
 ) -> None:
     write_gguf(checkpoint(name), tmp_path / "model.gguf", Kind.F32, describe_tokens)
     imported = open_checkpoint(tmp_path / "model.gguf")
@@ -257,7 +133,7 @@ def test_the_config_is_that_of_the_directory(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_finds_the_original_weights_in_the_files_of_these_tests(
-    name: str, checkpoint: Callable[[str], Path], tmp_path: Path
+    name: str, checkpoint: Callable[[str], Path], write_gguf: WriteGGUF, tmp_path: Path
 ) -> None:
     write_gguf(checkpoint(name), tmp_path / "model.gguf", Kind.F32)
     model = AutoModelForCausalLM.from_pretrained(checkpoint(name))
@@ -271,7 +147,9 @@ def test_transformers_finds_the_original_weights_in_the_files_of_these_tests(
         torch.testing.assert_close(read[key], weight, rtol=0, atol=1e-6, msg=key)
 
 
-def test_a_real_model_is_the_same_from_either(shared_data: Path, tmp_path: Path) -> None:
+def test_a_real_model_is_the_same_from_either(
+    shared_data: Path, write_gguf: WriteGGUF, tmp_path: Path
+) -> None:
     directory, path = shared_data / "stories260k", tmp_path / "stories260k.gguf"
     write_gguf(directory, path, Kind.F32, describe_tokens)
     imported, original = open_checkpoint(path), open_checkpoint(directory)
@@ -296,7 +174,11 @@ def describe_stories(directory: Path, writer: gguf.GGUFWriter) -> None:
 
 
 def test_a_real_model_gives_the_same_bundle_and_writes(
-    shared_data: Path, tmp_path: Path, exported: Callable[..., Bundle], capsys: pytest.CaptureFixture[str]
+    shared_data: Path,
+    write_gguf: WriteGGUF,
+    tmp_path: Path,
+    exported: Callable[..., Bundle],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     directory, path = shared_data / "stories260k", tmp_path / "stories260k.gguf"
     write_gguf(directory, path, Kind.F32, functools.partial(describe_stories, directory))

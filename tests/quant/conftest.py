@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,18 +23,29 @@ from kvgraph.export.targets.ort_cpu_graph import lower_for_ort_cpu, needs_loweri
 from kvgraph.export.weights_file import WEIGHTS_FILE
 from kvgraph.quant.bundle_weights import BundleWeights
 from kvgraph.quant.calibrated_plan import calibrate_plan
-from kvgraph.quant.calibration_data import CalibrationOptions, read_calibration
+from kvgraph.quant.calibration_data import CalibrationOptions, check_sequences, read_calibration
 from kvgraph.quant.layerwise import LayerwiseModel
 from kvgraph.quant.linears import find_linears
 from kvgraph.quant.plan import GraphPlan, QuantizationPlan, parse_plan
 from kvgraph.quant.quantizer import quantize_bundle
 from kvgraph.quant.recipe import Recipe
+from kvgraph.quant.scheme import CacheScheme
 from kvgraph.runtime.ort import OrtSession
 from kvgraph.runtime.perplexity import measure_perplexity
 from kvgraph.runtime.tokenizer import Tokenizer
 
 # Stands for a calibrated scale of every input: those of the tiny models reach some 3.
 _INPUT_SCALES = {"int8": 0.02, "float8_e4m3fn": 0.01}
+# Every form of a quantized cache; the last two are what `--kv-cache` asks for.
+_CACHE_SCHEMES = [
+    *(
+        CacheScheme(form, granularity)  # type: ignore[arg-type]
+        for form in ("int8", "float8_e4m3fn")
+        for granularity in ("tensor", "head", "channel")
+    ),
+    CacheScheme("int8", "channel", "unrotated"),
+    CacheScheme("float8_e4m3fn", "tensor", "unrotated"),
+]
 # What one channel of the outlier model is multiplied by.
 _OUTLIER_CHANNEL, _OUTLIER = 10, 100.0
 
@@ -121,17 +131,11 @@ def run_exactly() -> Callable[[Bundle], OrtSession]:
 
 
 @pytest.fixture(scope="session")
-def story_file(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def story_file(
+    repository: Path, load_module: Callable[[Path], ModuleType], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """Text to calibrate on, a story a line: from the grammar that the repository's own model was trained on."""
-    spec = importlib.util.spec_from_file_location(
-        "told_stories", repository / "tests" / "tiny_model" / "stories.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    stories = importlib.util.module_from_spec(spec)
-    # Dataclasses look their own module up.
-    sys.modules[spec.name] = stories
-    spec.loader.exec_module(stories)
+    stories = load_module(repository / "tests" / "tiny_model" / "stories.py")
     path = tmp_path_factory.mktemp("stories") / "stories.txt"
     told = itertools.islice(stories.tell_stories(0), 64)
     path.write_text("\n".join(story.text.replace("\n", " ") for story in told), encoding="utf-8")
@@ -160,6 +164,35 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory, story_file: Path) -> Ca
     return lambda bundle, prefill, decode=None, file=None: quantize(
         bundle.path, prefill, decode, file or story_file
     )
+
+
+@pytest.fixture(
+    params=_CACHE_SCHEMES, ids=lambda scheme: f"{scheme.format} {scheme.granularity} {scheme.keys}"
+)
+def cache_scheme(request: pytest.FixtureRequest) -> CacheScheme:
+    """Each form of a quantized cache in turn."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def cached(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bundle]:
+    """A bundle whose cache alone is quantized, calibrated on random tokens; each is made once."""
+    made: dict[tuple[Path, CacheScheme, Recipe], Bundle] = {}
+
+    def make(bundle: Bundle, scheme: CacheScheme, recipe: Recipe = Recipe("float")) -> Bundle:  # noqa: B008
+        key = (bundle.path, scheme, recipe)
+        if key not in made:
+            folder = tmp_path_factory.mktemp("cached")
+            random = np.random.default_rng(11)
+            graph = GraphPlan(replace(recipe, kv_cache=scheme))
+            data = check_sequences([random.integers(0, 97, 60) for _ in range(8)], bundle, "random")
+            with BundleWeights(bundle) as weights:
+                model = LayerwiseModel(bundle, weights, data)
+                plan = calibrate_plan(model, QuantizationPlan(graph, graph), folder / "statistics")
+                made[key] = quantize_bundle(bundle, plan, folder / "bundle")
+        return made[key]
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -112,14 +112,14 @@ def test_products_that_share_an_input_share_its_order(
 def test_blocks_of_a_gguf_file_are_kept_if_asked_to(
     kind: str,
     tiny_checkpoint: Callable[..., Path],
-    packers: ModuleType,
+    write_gguf: Callable[..., object],
     tmp_path: Path,
     quick_tracing: None,
     run_exactly: Callable[[Bundle], OrtSession],
 ) -> None:
     file = tmp_path / "model.gguf"
     source = tiny_checkpoint("llama", **SIZES, tie_word_embeddings=True)
-    packers.write_llama_gguf(source, file, gguf.GGMLQuantizationType[kind])
+    write_gguf(source, file, gguf.GGMLQuantizationType[kind])
     kept, plain = tmp_path / "kept", tmp_path / "float"
     assert main(["export", str(file), "-o", str(kept), "--keep-quantized"]) == 0
     assert main(["export", str(file), "-o", str(plain)]) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -32,14 +31,9 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def layouts() -> ModuleType:
+def layouts(load_module: Callable[[Path], ModuleType]) -> ModuleType:
     """`layouts.py`: packed weights, written from the description of their layouts."""
-    spec = importlib.util.spec_from_file_location("kernel_layouts", Path(__file__).with_name("layouts.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(Path(__file__).with_name("layouts.py"))
 
 
 @pytest.fixture(scope="session")
