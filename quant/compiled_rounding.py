@@ -14,8 +14,9 @@ from kvgraph.quant.quantized_weight import CLIP_RATIOS, QuantizedWeight
 from kvgraph.quant.scheme import WeightScheme
 from kvgraph.runtime.kernels import weights as compiled
 
-# The sums of squares of larger blocks, where a block's values lie side by side, are added in yet another order.
-_MOST_BESIDE = 128
+# Where a block's values lie side by side, NumPy adds their squares in eight sums in turn; those of more values, or of
+# what eights leave over, in yet another order.
+_MOST_BESIDE, _BESIDE = 128, 8
 
 
 def round_compiled(
@@ -35,7 +36,7 @@ def round_compiled(
     transposed = not _beside(weight)
     if not transposed:
         found = compiled.round_columns(weight, block, scheme.format, scale_dtype.name, ratios)
-    elif len(weight) % block or (mse and block > _MOST_BESIDE):
+    elif len(weight) % block or (mse and (block > _MOST_BESIDE or block % _BESIDE)):
         return None
     else:
         found = compiled.round_rows(weight.T, block, scheme.format, scale_dtype.name, ratios)

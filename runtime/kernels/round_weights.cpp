@@ -73,8 +73,8 @@ KVGRAPH_CALLABLE int32_t kvgraph_round_columns(const uint8_t* values, int32_t ty
 }
 
 // Rounds `count` blocks of `block` values that lie side by side. Gives codes, one a byte, in the same order,
-// and scales and zero points [count]. With more than one ratio, blocks are of 16 to 128 values. Returns as
-// above.
+// and scales and zero points [count]. With more than one ratio, blocks are of a multiple of 8 values, at
+// most 128. Returns as above.
 KVGRAPH_CALLABLE int32_t kvgraph_round_rows(const uint8_t* values, int32_t type, int64_t count, int64_t block,
                                             int32_t format, int32_t scale_type, const float* ratios,
                                             int64_t ratio_count, uint8_t* codes, float* scales,

@@ -80,9 +80,11 @@ def round_rows(
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.uint8]] | None:
     """`round_columns` of the transpose of [O, I], whose blocks lie along rows and fill them; results are transposed.
 
-    With more than one ratio, blocks have 16, 32, 64 or 128 values.
+    With more than one ratio, blocks have a multiple of 8 values and at most 128.
     """
     rows, columns = values.shape
+    assert columns % block == 0
+    assert ratios.size < 2 or (block % 8 == 0 and block <= 128)
     codes, scales, zeros = _results((rows, columns), (rows, columns // block))
     shape = (scales.size, block)
     bad = _call("kvgraph_round_rows", values, shape, format_name, scale_type, ratios, codes, scales, zeros)

@@ -90,6 +90,56 @@ def test_leaves_to_numpy_or_rounds_alike_what_blocks_and_tiles_do_not_divide(sha
                 assert_same(found, quantize_finite(order, scheme, TYPES[0]))
 
 
+def draw(random: np.random.Generator) -> NDArray[np.generic]:
+    """A matrix of an odd shape, in one of the orders that weights are read in, of values that are apt to go wrong."""
+    kind = TYPES[random.integers(len(TYPES))]
+    shape = (
+        int(random.choice([1, 2, 7, 16, 17, 20, 33, 64, 100, 127, 128, 130])),
+        int(random.choice([1, 2, 3, 16, 63, 65, 70])),
+    )
+    limits = ml_dtypes.finfo(kind)
+    most, least = float(limits.max), float(limits.smallest_subnormal)
+    drawn = (
+        random.standard_normal(shape) * 10.0 ** random.integers(-44, 38, (1, shape[1])),
+        random.choice([most, -most, most / 127, 1, 0, -0.0], shape),
+        random.integers(-20, 21, shape) * least,
+        random.integers(-127, 128, shape) * 2.0 ** random.integers(-20, 5) / random.choice([1, 127, 15]),
+        -np.abs(random.standard_normal(shape)),
+    )[random.integers(5)]
+    values = np.where(random.random(shape) < random.choice([0.5, 1]), drawn, 0).clip(-most, most).astype(kind)
+    gaps = np.repeat(values, 2, axis=1)[:, : shape[1]]
+    gaps[:] = values
+    return (values, np.asfortranarray(values), gaps)[random.integers(3)]
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+def test_rounds_whatever_comes_as_numpy_does() -> None:
+    covered = 0
+    for seed in range(600):
+        random = np.random.default_rng(seed)
+        weight, scale_dtype = draw(random), TYPES[random.integers(len(TYPES))]
+        scheme = WeightScheme(
+            str(random.choice(INTEGERS)),
+            (None, 16, 32, 128)[random.integers(4)],
+            clip=str(random.choice(["absmax", "mse"])),  # type: ignore[arg-type]  # one of its literals
+        )
+        found = round_compiled(weight, scheme, scale_dtype)
+        if found is not None:
+            covered += 1
+            assert_same(found, quantize_finite(as_float32(weight), scheme, scale_dtype))
+    assert covered > 300
+
+
+@pytest.mark.parametrize("inputs", [2, 7, 20, 100, 127])
+def test_squares_that_eights_leave_over_are_added_by_numpy(inputs: int) -> None:
+    """Of a table without blocks, whose rows are of any length."""
+    weight = np.asfortranarray(matrix(TYPES[0], inputs))
+
+    assert round_compiled(weight, WeightScheme("int4", clip="mse"), TYPES[0]) is None
+    assert round_compiled(weight, WeightScheme("int4"), TYPES[0]) is not None
+
+
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("format_name", INTEGERS)
