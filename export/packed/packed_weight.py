@@ -41,6 +41,7 @@ from kvgraph.export.packed.panels import (
     panel_count,
 )
 from kvgraph.export.packed.stored_matrix import Kind, MatrixReader, StoredMatrix
+from kvgraph.runtime.kernels.weights import compiled, pack_panels
 
 FLOATS: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
@@ -51,6 +52,9 @@ FLOATS: dict[str, np.dtype[Any]] = {
 # Elements that are packed at a time. Measured: what is larger than the memory that an allocator keeps is ten times as
 # slow, for every page of it is made anew.
 _SLAB_ELEMENTS = 256 << 10
+# Of integers in C++, which makes no array but the panels. Measured: a quarter of this takes half as much time again,
+# for rows of a matrix are then read in short pieces.
+_COMPILED_ELEMENTS = 1 << 20
 # Elements of a weight that are in memory at once, mapped.
 _MAPPED_ELEMENTS = 16 << 20
 
@@ -119,10 +123,11 @@ class PackedWeight:
     def pieces(self, storage: Storage) -> Iterator[NDArray[np.uint8]]:
         """Its bytes in order."""
         last = self.parts[0].out_features if self.gated else self.out_features
+        elements = _COMPILED_ELEMENTS if compiled() and storage.format not in FLOATS else _SLAB_ELEMENTS
         for start, stop in _ranges(0, last, _MAPPED_ELEMENTS // self.in_features):
             with ExitStack() as stack:
                 readers = [stack.enter_context(part.opened()) for part in self.parts]
-                slabs = _ranges(start, stop, _SLAB_ELEMENTS // self.in_features)
+                slabs = _ranges(start, stop, elements // self.in_features)
                 yield from map_in_order(partial(self._slab, readers, storage), slabs)
 
     def _slab(
@@ -163,25 +168,55 @@ def _panel_bytes(in_features: int, storage: Storage) -> int:
 
 def _encode(part: StoredMatrix, spans: list[_Span], storage: Storage) -> NDArray[np.uint8]:
     """The panels of some columns, [P, bytes of a panel], of matrices like `part`."""
-    codes = _joined([reader.columns(start, stop) for reader, start, stop in spans])
     if storage.format in FLOATS:
+        codes = _joined([reader.columns(start, stop) for reader, start, stop in spans])
         return float_panels(_as_bits(codes, FLOATS[storage.format]))
-    scales = _joined([reader.scales(start, stop) for reader, start, stop in spans])
+    shared = _shared_by_blocks(part, spans, storage)
+    whole = all((stop - start) % PANEL == 0 for _, start, stop in spans[:-1])
+    if compiled() and whole and all(start % 2 == 0 for _, start, _ in spans):
+        return _encode_compiled(part, spans, storage, shared)
+    codes = _joined([reader.columns(start, stop) for reader, start, stop in spans])
+    if storage.format in ("int8", "int8-block"):
+        blocks = int8_panels(codes)
+    else:
+        blocks = int4_panels(codes, 8 if storage.format == "int4" else 0)
+    if storage.format == "int8":
+        return np.concatenate([shared[:, 0], blocks.reshape(len(blocks), -1)], axis=1)
+    return np.concatenate([shared, blocks], axis=2).reshape(len(blocks), -1)
+
+
+def _encode_compiled(
+    part: StoredMatrix, spans: list[_Span], storage: Storage, shared: NDArray[np.uint8]
+) -> NDArray[np.uint8]:
+    """`_encode` of integers, in C++; of all spans but the last, columns fill panels."""
+    size = _panel_bytes(part.in_features, storage)
+    panels, header = np.empty((len(shared), size), np.uint8), shared.shape[2]
     if storage.format == "int8":
         # One scale a column, before all blocks.
-        blocks = int8_panels(codes)
-        channel = by_block(scales, BLOCK, None)[:, 0]
-        return np.concatenate([channel, blocks.reshape(len(blocks), -1)], axis=1)
-    narrow = scales.astype(np.float16 if storage.scale_format == "float16" else np.float32)
-    content = [by_block(narrow, part.in_features, part.block_size)]
-    if storage.format == "uint4":
-        zeros = _joined([reader.zero_points(start, stop) for reader, start, stop in spans])
-        content.append(by_block(zeros, part.in_features, part.block_size))
-    if storage.format == "int8-block":
-        content.append(int8_panels(codes))
+        panels[:, :header] = shared[:, 0]
+        block_bytes = BLOCK * PANEL
     else:
-        content.append(int4_panels(codes, 8 if storage.format == "int4" else 0))
-    return np.concatenate(content, axis=2).reshape(len(content[0]), -1)
+        panels.reshape(*shared.shape[:2], -1)[:, :, :header] = shared
+        block_bytes = size // shared.shape[1]
+    first = 0
+    for reader, start, stop in spans:
+        own = panels[first : first + panel_count(stop - start), header:]
+        pack_panels(reader.stored_codes(), part.in_features, start, stop, own, block_bytes)
+        first += len(own)
+    return panels
+
+
+def _shared_by_blocks(part: StoredMatrix, spans: list[_Span], storage: Storage) -> NDArray[np.uint8]:
+    """Scales and zero points of each block, [P, C, bytes], as panels hold them."""
+    scales = _joined([reader.scales(start, stop) for reader, start, stop in spans])
+    if storage.format == "int8":
+        return by_block(scales, BLOCK, None)
+    narrow = scales.astype(np.float16 if storage.scale_format == "float16" else np.float32)
+    shared = by_block(narrow, part.in_features, part.block_size)
+    if storage.format != "uint4":
+        return shared
+    zeros = _joined([reader.zero_points(start, stop) for reader, start, stop in spans])
+    return np.concatenate([shared, by_block(zeros, part.in_features, part.block_size)], axis=2)
 
 
 def _joined(columns: list[NDArray[Any]]) -> NDArray[Any]:

@@ -14,10 +14,13 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from kvgraph.runtime.kernels.weights import Codes
+
 # What the values of a matrix are: floats; signed bytes with one scale a column or one a block; half bytes in blocks,
 # without and with a zero point.
 Kind = Literal["float", "int8", "int8-block", "int4", "uint4"]
 
+_BFLOAT16 = ir.DataType.BFLOAT16.numpy()
 _HALF_BYTES = (ir.DataType.INT4, ir.DataType.UINT4)
 
 
@@ -92,10 +95,20 @@ class MatrixReader:
         """
         return self._read(self._codes, start, stop)
 
+    def stored_codes(self) -> Codes:
+        """Integer codes where they lie, mapped."""
+        signed, rows = self._codes.halves and self._codes.signed, self._codes
+        fill = 8 if self._matrix.kind == "int4" else 0
+        return Codes(rows.data, rows.halves, self._matrix.transposed, 8 if signed else 0, fill)
+
     def scales(self, start: int, stop: int) -> NDArray[np.float32]:
         """The scales of some columns as float32: [blocks, stop - start], one block where all inputs share one."""
         assert self._scale is not None, "floats have no scales"
-        return self._read(self._scale, start, stop).astype(np.float32)
+        scales = self._read(self._scale, start, stop)
+        if scales.dtype == _BFLOAT16:
+            # The type's own conversion takes several times as long, and holds up other threads.
+            return (scales.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return scales.astype(np.float32)
 
     def zero_points(self, start: int, stop: int) -> NDArray[np.uint8]:
         """The zero points of some columns, [blocks, stop - start], counted as the codes are."""

@@ -40,6 +40,16 @@ struct Difference {
     float largest;
 };
 
+// Codes of a matrix [inputs, outputs] as they lie in memory, bytes or half bytes; rows begin with a byte.
+// Transposed, a row holds the inputs of an output.
+struct StoredCodes {
+    const uint8_t* rows;
+    int64_t pitch;
+    bool halves, transposed;
+    // What a half byte is changed by, and what fills up blocks and panels.
+    uint8_t flip, fill;
+};
+
 struct WeightKernels {
     // Consecutive values as float32; false where one is not finite.
     bool (*widen)(const uint8_t* from, Type type, int64_t count, float* to);
@@ -59,6 +69,10 @@ struct WeightKernels {
     // a multiple of 16.
     void (*compare)(const float* exact, const int8_t* codes, const float* scales, const float* zeros,
                     Type type, int64_t count, Difference& found);
+    // Codes of 32 inputs, the first of them `input`, and 16 outputs, as a block of a panel; of these `height`
+    // and `width` are there.
+    void (*pack_block)(const StoredCodes& codes, int64_t input, int64_t height, int64_t output, int64_t width,
+                       uint8_t* block);
 };
 
 extern const WeightKernels kAvx512WeightKernels, kAvx2WeightKernels, kGenericWeightKernels;

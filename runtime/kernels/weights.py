@@ -1,13 +1,15 @@
-"""What is done to every weight on its way to a file, in C++: rounding, and the proof of it.
+"""What is done to every weight on its way to a file, in C++: rounding, the proof of it, and panels.
 
-`kvgraph.quant` says in NumPy what these functions compute, and does so where the library is not compiled; results are
-the same bit for bit. They leave the interpreter to other threads.
+`kvgraph.quant` and `kvgraph.export.packed` say in NumPy what these functions compute, and do so where the library is
+not compiled; results are the same bit for bit, but for the order of the sums of a proof. They leave the interpreter to
+other threads.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,22 @@ _ARGUMENTS = {
     "kvgraph_compare_weights": [
         *(_POINTER, _NUMBER, _COUNT, _COUNT, _POINTER, _NUMBER, _NUMBER, _POINTER, _POINTER, _COUNT, _COUNT),
         _POINTER,
+    ],
+    "kvgraph_pack_panels": [
+        *(
+            _POINTER,
+            _COUNT,
+            _NUMBER,
+            _NUMBER,
+            _NUMBER,
+            _NUMBER,
+            _COUNT,
+            _COUNT,
+            _COUNT,
+            _POINTER,
+            _COUNT,
+            _COUNT,
+        )
     ],
     "kvgraph_pack_halves": [_POINTER, _COUNT, _POINTER],
 }
@@ -162,6 +180,47 @@ def compare(
         _at(exact), kind, rows, columns, _at(codes), bits, product, *shared, *blocks, _at(found)
     )
     return float(found[0]), float(found[1]), float(found[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Integer codes of a matrix as they lie in a file.
+
+    Attributes:
+        rows: [K, N], or [K, N / 2] bytes with two codes each; transposed [N, K] or [N, K / 2].
+        halves: Whether a byte holds two codes.
+        transposed: Whether a row holds the inputs of an output.
+        flip: What each code of 4 bits is changed by: 8 makes signed ones count from 0.
+        fill: The code, flipped, that fills up blocks and panels.
+    """
+
+    rows: NDArray[Any]
+    halves: bool
+    transposed: bool
+    flip: int
+    fill: int
+
+
+def pack_panels(
+    codes: Codes, inputs: int, start: int, stop: int, panels: NDArray[np.uint8], block_bytes: int
+) -> None:
+    """Lay out outputs `start`, even, to `stop` as the codes of panels.
+
+    Args:
+        codes: What is laid out.
+        inputs: K.
+        start: First output.
+        stop: Last output + 1.
+        panels: [P, bytes of a panel], from where the codes of the first block begin.
+        block_bytes: From the codes of one block to those of the next.
+    """
+    library = _library()
+    assert library is not None
+    assert codes.rows.strides[1] == codes.rows.itemsize == panels.strides[1] == 1
+    assert panels.shape[0] == -(-(stop - start) // 16)
+    facts = (int(codes.halves), int(codes.transposed), codes.flip, codes.fill)
+    place = (_at(panels), panels.strides[0], block_bytes)
+    library.kvgraph_pack_panels(_at(codes.rows), codes.rows.strides[0], *facts, inputs, start, stop, *place)
 
 
 def _results(

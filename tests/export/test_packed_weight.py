@@ -203,7 +203,8 @@ def test_a_wide_matrix_is_packed_in_slabs(
         matrix = StoredMatrix(codes, False, in_file("s", floats(2, 70), ir.DataType.FLOAT), None, 32)
     weight = PackedWeight((matrix, matrix))
     whole = unpacked(packed_reference, weight)
-    monkeypatch.setattr("kvgraph.export.packed.packed_weight._SLAB_ELEMENTS", 40 * 16)
+    for name in ("_SLAB_ELEMENTS", "_COMPILED_ELEMENTS"):
+        monkeypatch.setattr(f"kvgraph.export.packed.packed_weight.{name}", 40 * 16)
     monkeypatch.setattr("kvgraph.export.packed.packed_weight._MAPPED_ELEMENTS", 40 * 48)
     assert len(list(weight.pieces(weight.storage()))) == 9
     np.testing.assert_array_equal(unpacked(packed_reference, weight), whole)
