@@ -138,13 +138,13 @@ def test_reads_every_form_of_checkpoint(
 
 def test_quantizes_a_gguf_file(
     tiny_llama: Callable[..., Path],
-    packers: ModuleType,
+    write_gguf: Callable[..., object],
     two_steps: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
     file, sizes = tmp_path / "model.gguf", {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
     source = tiny_llama(**sizes, tie_word_embeddings=True)
-    packers.write_llama_gguf(source, file, gguf.GGMLQuantizationType.Q8_0)
+    write_gguf(source, file, gguf.GGMLQuantizationType.Q8_0)
     flags = ["--dtype", "float16"]
     assert main(["export", str(file), "-o", str(tmp_path / "out"), "--recipe", "int4-wo", *flags]) == 0
     assert_same(tmp_path / "out", two_steps(file, "int4-wo", *flags))
