@@ -175,15 +175,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{path}: holds no {BUNDLE_FILE}, so it is not a finished bundle; export it again"
         )
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not valid JSON ({error}); export the bundle again") from error
-    if not isinstance(data, dict):
-        raise ValueError(
-            f"{file}: holds a {type(data).__name__}, expected an object; export the bundle again"
-        )
-    return data
+    return read_description(file, "export the bundle again")
 
 
 def _check_file(path: Path, name: str, entry: FileEntry, verify: bool) -> None:
@@ -194,18 +186,44 @@ def _check_file(path: Path, name: str, entry: FileEntry, verify: bool) -> None:
         raise ValueError(
             f"{path / BUNDLE_FILE}: file {name!r} leaves the bundle, to {file.resolve()}; refused, copy it in"
         )
+    check_entry(file, entry, BUNDLE_FILE, verify, "export again")
+
+
+def read_description(file: Path, mend: str) -> dict[str, Any]:
+    """The object in a JSON file that describes others.
+
+    Raises:
+        ValueError: It holds none; `mend` says what to do.
+    """
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: not valid JSON ({error}); {mend}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{file}: holds a {type(data).__name__}, expected an object; {mend}")
+    return data
+
+
+def check_entry(file: Path, entry: FileEntry, listed_in: str, verify: bool, mend: str) -> None:
+    """A file is there, has its size and, on request, its hash.
+
+    Args:
+        file: The file.
+        entry: What `listed_in` says of it.
+        listed_in: The description's name.
+        verify: Also hash it.
+        mend: What to do where it is not so.
+
+    Raises:
+        ValueError: It is not so.
+    """
     if not file.is_file():
-        raise ValueError(
-            f"{file}: missing, though {BUNDLE_FILE} lists it; copy the whole directory or export again"
-        )
-    size = file.stat().st_size
-    if size != entry.size:
-        raise ValueError(
-            f"{file}: {size} bytes, {BUNDLE_FILE} says {entry.size}; the file is damaged, export again"
-        )
+        raise ValueError(f"{file}: missing, though {listed_in} lists it; copy the whole directory or {mend}")
+    if (size := file.stat().st_size) != entry.size:
+        raise ValueError(f"{file}: {size} bytes, {listed_in} says {entry.size}; the file is damaged, {mend}")
     if verify and (found := hash_file(file)) != entry.sha256:
         raise ValueError(
-            f"{file}: sha256 {found}, {BUNDLE_FILE} says {entry.sha256}; the file was changed, export again"
+            f"{file}: sha256 {found}, {listed_in} says {entry.sha256}; the file was changed, {mend}"
         )
 
 

@@ -6,13 +6,12 @@ capabilities. `Target` knows them, so that a mismatch is one clear message and n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvgraph.export.bundle import TARGETS, Bundle, FileEntry, hash_file
+from kvgraph.export.bundle import TARGETS, Bundle, FileEntry, check_entry, read_description
 from kvgraph.export.contract import Contract, GraphName
 
 TARGET_SCHEMA_VERSION = 1
@@ -124,7 +123,7 @@ class Target:
                 raise ValueError(
                     f"{path / TARGET_FILE}: file {file!r} leaves the target; {_build_again(bundle, name)}"
                 )
-            _check_file(path / file, entry, verify, _build_again(bundle, name))
+            check_entry(path / file, entry, TARGET_FILE, verify, _build_again(bundle, name))
         return target
 
     @classmethod
@@ -190,23 +189,8 @@ def _read_json(bundle: Bundle, path: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{bundle.path}: no target {path.name!r} (built: {there}); {_build_again(bundle, path.name)}"
         )
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not valid JSON ({error}); {_build_again(bundle, path.name)}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{file}: holds a {type(data).__name__}, expected an object; build the target again")
-    return data
+    return read_description(file, _build_again(bundle, path.name))
 
 
 def _build_again(bundle: Bundle, name: str) -> str:
     return f"build it with kvgraph build {bundle.path} --target {name}"
-
-
-def _check_file(file: Path, entry: FileEntry, verify: bool, mend: str) -> None:
-    if not file.is_file():
-        raise ValueError(f"{file}: missing, though {TARGET_FILE} lists it; {mend}")
-    if (size := file.stat().st_size) != entry.size:
-        raise ValueError(f"{file}: {size} bytes, {TARGET_FILE} says {entry.size}; {mend}")
-    if verify and (found := hash_file(file)) != entry.sha256:
-        raise ValueError(f"{file}: sha256 {found}, {TARGET_FILE} says {entry.sha256}; {mend}")
