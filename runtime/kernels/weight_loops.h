@@ -25,8 +25,10 @@ inline bool widen_row(const uint8_t* from, Type type, int64_t count, float* to) 
         bad |= not_finite(values);
         std::memcpy(to + i, &values, (count - i) * sizeof(float));
     }
-    uint32_t any = 0;
-    for (int lane = 0; lane < kLanes; ++lane) any |= bad[lane];
+    // By way of memory: lanes taken one by one would cost more than all else does for a row of a tile.
+    uint64_t any = 0, pairs[kLanes / 2];
+    store(pairs, bad);
+    for (const uint64_t pair : pairs) any |= pair;
     return any == 0;
 }
 
@@ -62,26 +64,38 @@ void unpack_halves(const uint8_t* packed, int64_t count, int8_t* codes) {
     }
 }
 
-typedef double Doubles __attribute__((vector_size(128)));
+typedef double Doubles __attribute__((vector_size(64)));
+typedef float HalfFloats __attribute__((vector_size(32)));
+typedef int16_t SignedShorts __attribute__((vector_size(32)));
 typedef int8_t SignedBytes __attribute__((vector_size(16)));
+
+inline void add_squares(Floats values, Doubles* sums) {
+    HalfFloats halves[2];
+    store(halves, values);
+    for (int i = 0; i < 2; ++i) {
+        const Doubles wide = __builtin_convertvector(halves[i], Doubles);
+        sums[i] += wide * wide;
+    }
+}
 
 inline void compare_as(const float* exact, const int8_t* codes, const float* scales, const float* zeros,
                        Type type, int64_t count, Difference& found) {
-    Doubles signal = {}, noise = {};
+    Doubles signal[2] = {}, noise[2] = {};
     Floats largest = {};
     for (int64_t i = 0; i < count; i += kLanes) {
-        const Floats code = __builtin_convertvector(load<SignedBytes>(codes + i), Floats);
+        // In steps that are one instruction each.
+        const SignedShorts shorts = __builtin_convertvector(load<SignedBytes>(codes + i), SignedShorts);
+        const Ints whole = __builtin_convertvector(shorts, Ints);
+        const Floats code = __builtin_convertvector(whole, Floats);
         const Floats value = round_to((code - load<Floats>(zeros + i)) * load<Floats>(scales + i), type);
         const Floats original = load<Floats>(exact + i), error = value - original;
-        const Doubles wide = __builtin_convertvector(original, Doubles);
-        const Doubles lost = __builtin_convertvector(error, Doubles);
-        signal += wide * wide;
-        noise += lost * lost;
+        add_squares(original, signal);
+        add_squares(error, noise);
         largest = larger(magnitude(error), largest);
     }
     for (int lane = 0; lane < kLanes; ++lane) {
-        found.signal += signal[lane];
-        found.noise += noise[lane];
+        found.signal += signal[lane / 8][lane % 8];
+        found.noise += noise[lane / 8][lane % 8];
         found.largest = found.largest < largest[lane] ? largest[lane] : found.largest;
     }
 }
