@@ -9,6 +9,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from kvgraph.export.passes.constants import constant, ir_dtype
+from kvgraph.export.passes.insert import insert
 from kvgraph.quant.formats import FORMATS
 
 
@@ -60,25 +61,7 @@ def dequantized(
     return insert(tape, "Cast", [wide], name, {"to": int(dtype)})
 
 
-def insert(
-    tape: Tape,
-    op_type: str,
-    inputs: Sequence[ir.Value],
-    name: str,
-    attributes: Mapping[str, int] | None = None,
-) -> ir.Value:
-    """The result of a new node, of unknown type and shape; `name` is that of the result."""
-    result = tape.op(op_type, list(inputs), dict(attributes or {}), name=f"{name}/{op_type}")
-    result.name = name
-    return result
-
-
 def first_of(graph: ir.Graph, nodes: Sequence[ir.Node]) -> ir.Node:
     """The one of some nodes that comes first."""
     wanted = set(nodes)
     return next(node for node in graph if node in wanted)
-
-
-def scalar(graph: ir.Graph, number: float, dtype: ir.DataType) -> ir.Value:
-    """A number as a constant of a graph."""
-    return constant(graph, f"{dtype.name.lower()}.{float(number)!r}", np.array(number), dtype)

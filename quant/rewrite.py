@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from onnx_ir.tape import Tape
 
 from kvgraph.export.contract import TensorSpec
-from kvgraph.export.passes.constants import constant, ir_dtype
+from kvgraph.export.passes.constants import constant, ir_dtype, scalar
+from kvgraph.export.passes.insert import insert
 from kvgraph.export.weights_file import WEIGHTS_FILE, WeightLayout
-from kvgraph.quant.graph_ops import dequantized, first_of, insert, product_inputs, round_trip, scalar
+from kvgraph.quant.graph_ops import dequantized, first_of, product_inputs, round_trip
 from kvgraph.quant.storage import StoredWeight
 
 

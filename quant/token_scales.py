@@ -7,9 +7,10 @@ from collections.abc import Collection
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from kvgraph.export.passes.constants import int64_constant
+from kvgraph.export.passes.constants import int64_constant, scalar
+from kvgraph.export.passes.insert import insert
 from kvgraph.quant.formats import FORMATS
-from kvgraph.quant.graph_ops import first_of, insert, product_inputs, round_trip, scalar
+from kvgraph.quant.graph_ops import first_of, product_inputs, round_trip
 
 # Least scale of a token: far below any activation, and in float16, whose scales lose digits below 6e-5, above the
 # values where a scale's own rounding would make the largest values saturate by more than a few percent.

@@ -27,6 +27,11 @@ def constant(
     return value
 
 
+def scalar(graph: ir.Graph, number: float, dtype: ir.DataType) -> ir.Value:
+    """A number, shared by all who ask for the same."""
+    return constant(graph, f"{dtype.name.lower()}.{float(number)!r}", np.array(number), dtype)
+
+
 def int64_constant(graph: ir.Graph, *numbers: int) -> ir.Value:
     """A one-dimensional int64 initializer, shared by all who ask for the same numbers."""
     name = "int64." + "_".join(map(str, numbers))

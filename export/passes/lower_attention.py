@@ -10,11 +10,10 @@ Forms that TensorRT would reject with an obscure message, or parse and ignore (`
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from kvgraph.export.passes.constants import constant, int64_constant
+from kvgraph.export.passes.constants import int64_constant, scalar
 
 _MASK, _FIRST_STATE_INPUT = 3, 4
 _HALF_TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -71,14 +70,14 @@ def _lower(graph: ir.Graph, node: ir.Node) -> None:
     heads, kv_heads, head_dim = _dimension(node, 0, 1), _dimension(node, 1, 1), _dimension(node, 0, 3)
     tape, dtype = Tape(), _dtype(node)
     scale = node.attributes.get("scale")
-    factor = _scalar(graph, head_dim**-0.5 if scale is None else scale.as_float(), dtype)
+    factor = scalar(graph, head_dim**-0.5 if scale is None else scale.as_float(), dtype)
     group_axis = int64_constant(graph, 2)
     grouped = int64_constant(graph, 0, kv_heads, heads // kv_heads, -1, head_dim)
     query = tape.op("Mul", [tape.op("Reshape", [_input(node, 0), grouped]), factor])
     key = tape.op("Transpose", [_input(node, 1)], {"perm": [0, 1, 3, 2]})
     scores = tape.op("MatMul", [query, tape.op("Unsqueeze", [key, group_axis])])
     if softcap := _float(node, "softcap"):
-        cap = _scalar(graph, softcap, dtype)
+        cap = scalar(graph, softcap, dtype)
         scores = tape.op("Mul", [tape.op("Tanh", [tape.op("Div", [scores, cap])]), cap])
     if len(node.inputs) > _MASK and node.inputs[_MASK] is not None:
         scores = _masked(graph, tape, node, scores)
@@ -100,7 +99,7 @@ def _masked(graph: ir.Graph, tape: Tape, node: ir.Node, scores: ir.Value) -> ir.
         mask = tape.op("Reshape", [mask, int64_constant(graph, 0, kv_heads, masks // kv_heads, 0, 0)])
     if _input(node, _MASK).dtype != ir.DataType.BOOL:
         return tape.op("Add", [scores, mask])
-    return tape.op("Where", [mask, scores, _scalar(graph, float(_dtype(node).min), _dtype(node))])
+    return tape.op("Where", [mask, scores, scalar(graph, float(_dtype(node).min), _dtype(node))])
 
 
 def _softmax(tape: Tape, node: ir.Node, scores: ir.Value) -> ir.Value:
@@ -135,10 +134,6 @@ def _dimension(node: ir.Node, index: int, axis: int) -> int:
             "export the bundle again"
         )
     return dim
-
-
-def _scalar(graph: ir.Graph, number: float, dtype: ir.DataType) -> ir.Value:
-    return constant(graph, f"{dtype.name.lower()}.{float(number)!r}", np.array(number), dtype)
 
 
 def _float(node: ir.Node, name: str) -> float:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from kvgraph.export.passes.constants import constant, int64_constant
+from kvgraph.export.passes.constants import constant, int64_constant, scalar
+from kvgraph.export.passes.insert import insert
 
 # Twice the value of each code: a sign bit, two exponent bits (bias 1), one mantissa bit. Twice, they are integers.
 _TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
@@ -56,17 +56,17 @@ def _as_integers(graph: ir.Graph, tape: Tape, codes: ir.Value, stored: ir.Extern
     octets = _bytes(graph, stored, f"{name}/bytes")
     low_half = constant(graph, "uint8.15", np.array(15, np.uint8))
     four = constant(graph, "uint8.4", np.array(4, np.uint8))
-    low = _op(tape, "BitwiseAnd", [octets, low_half], f"{name}/low")
-    high = _op(tape, "BitShift", [octets, four], f"{name}/high", {"direction": "RIGHT"})
-    pairs = _op(tape, "Concat", [low, high], f"{name}/pairs", {"axis": 1})
+    low = insert(tape, "BitwiseAnd", [octets, low_half], f"{name}/low")
+    high = insert(tape, "BitShift", [octets, four], f"{name}/high", {"direction": "RIGHT"})
+    pairs = insert(tape, "Concat", [low, high], f"{name}/pairs", {"axis": 1})
     if math.prod(shape) % 2:
-        flat = _op(tape, "Reshape", [pairs, int64_constant(graph, -1)], f"{name}/flat")
+        flat = insert(tape, "Reshape", [pairs, int64_constant(graph, -1)], f"{name}/flat")
         ends = [int64_constant(graph, 0), int64_constant(graph, math.prod(shape))]
-        pairs = _op(tape, "Slice", [flat, *ends], f"{name}/unpadded")
-    indices = _op(tape, "Reshape", [pairs, int64_constant(graph, *shape)], f"{name}/codes")
-    indices = _op(tape, "Cast", [indices], f"{name}/indices", {"to": int(ir.DataType.INT32)})
+        pairs = insert(tape, "Slice", [flat, *ends], f"{name}/unpadded")
+    indices = insert(tape, "Reshape", [pairs, int64_constant(graph, *shape)], f"{name}/codes")
+    indices = insert(tape, "Cast", [indices], f"{name}/indices", {"to": int(ir.DataType.INT32)})
     table = constant(graph, "float4e2m1.twice", _TWICE)
-    integers = _op(tape, "Gather", [table, indices], f"{name}/twice", {"axis": 0})
+    integers = insert(tape, "Gather", [table, indices], f"{name}/twice", {"axis": 0})
     integers.type, integers.shape = ir.TensorType(ir.DataType.INT8), codes.shape
     return integers
 
@@ -100,22 +100,9 @@ def _half_scale(graph: ir.Graph, tape: Tape, node: ir.Node, name: str) -> ir.Val
         assert fine is not None
         assert factor is not None
         assert factor.dtype is not None
-        widened = _op(tape, "Cast", [fine], f"{name}/float8", {"to": int(factor.dtype)})
-        scale = _op(tape, "Mul", [widened, factor], f"{name}/product")
-        scale = _op(tape, "Cast", [scale], f"{name}/whole", {"to": int(result.dtype)})
-    half = constant(graph, f"{result.dtype.name.lower()}.0.5", np.array(0.5), result.dtype)
-    halved = _op(tape, "Mul", [scale, half], name)
+        widened = insert(tape, "Cast", [fine], f"{name}/float8", {"to": int(factor.dtype)})
+        scale = insert(tape, "Mul", [widened, factor], f"{name}/product")
+        scale = insert(tape, "Cast", [scale], f"{name}/whole", {"to": int(result.dtype)})
+    halved = insert(tape, "Mul", [scale, scalar(graph, 0.5, result.dtype)], name)
     halved.type = result.type
     return halved
-
-
-def _op(
-    tape: Tape,
-    op_type: str,
-    inputs: Sequence[ir.Value],
-    name: str,
-    attributes: Mapping[str, int | str] | None = None,
-) -> ir.Value:
-    result = tape.op(op_type, list(inputs), dict(attributes or {}), name=f"{name}/{op_type}")
-    result.name = name
-    return result
