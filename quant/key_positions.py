@@ -6,7 +6,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from kvgraph.export.contract import CAPACITY, INPUT_IDS, PAST_LENGTH, Contract
+from kvgraph.export.contract import INPUT_IDS, PAST_LENGTH, Contract
+from kvgraph.export.passes.bind_capacity import is_capacity
 from kvgraph.export.passes.constants import constant, int64_constant
 
 _SLOT_AXIS = 2
@@ -52,16 +53,12 @@ def _forget(value: ir.Value, contract: Contract) -> bool:
     """Whether a value may have the dimension T, which its recorded shape then no longer says."""
     if value.shape is None:
         return True
-    dims = [None if _is_capacity(dim, contract) else dim for dim in value.shape]
+    dims = [None if is_capacity(dim, contract.capacity) else dim for dim in value.shape]
     if dims == list(value.shape):
         return False
     # What was a row of slots has become keys for every row of the batch.
     value.shape = None if len(dims) == 1 else ir.Shape(dims)
     return True
-
-
-def _is_capacity(dim: int | ir.SymbolicDim, contract: Contract) -> bool:
-    return dim == contract.capacity if isinstance(dim, int) else dim.value == CAPACITY
 
 
 def _slot_numbers(graph: ir.Graph, contract: Contract) -> list[ir.Value]:

@@ -31,11 +31,12 @@ def bind_capacity(model: ir.Model, contract: Contract, capacity: int) -> bool:
 
 
 def _bind(value: ir.Value, capacity: int) -> bool:
-    if value.shape is None or not any(_is_capacity(dim) for dim in value.shape):
+    if value.shape is None or not any(is_capacity(dim) for dim in value.shape):
         return False
-    value.shape = ir.Shape([capacity if _is_capacity(dim) else dim for dim in value.shape])
+    value.shape = ir.Shape([capacity if is_capacity(dim) else dim for dim in value.shape])
     return True
 
 
-def _is_capacity(dim: int | ir.SymbolicDim) -> bool:
-    return isinstance(dim, ir.SymbolicDim) and dim.value == CAPACITY
+def is_capacity(dim: int | ir.SymbolicDim, capacity: int | None = None) -> bool:
+    """Whether a dimension is T, which is `capacity` where that is written in."""
+    return dim == capacity if isinstance(dim, int) else dim.value == CAPACITY

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from kvgraph.export.contract import CAPACITY, CONTEXT_LENGTH, Contract, StateTensor
+from kvgraph.export.contract import CONTEXT_LENGTH, Contract, StateTensor
+from kvgraph.export.passes.bind_capacity import is_capacity
 from kvgraph.export.passes.constants import int64_constant
 
 _SLOT_AXIS, _FLOAT8 = 2, "float8"
@@ -118,11 +119,7 @@ def _downstream(context: ir.Value) -> set[ir.Value]:
 def _forget_capacity(value: ir.Value, contract: Contract) -> None:
     """Leave open the dimensions of a recorded shape that said T: they are now the context length."""
     if value.shape is not None:
-        value.shape = ir.Shape([None if _is_capacity(dim, contract.capacity) else dim for dim in value.shape])
-
-
-def _is_capacity(dim: int | ir.SymbolicDim, capacity: int | None) -> bool:
-    return dim == capacity if isinstance(dim, int) else dim.value == CAPACITY
+        value.shape = ir.Shape([None if is_capacity(dim, contract.capacity) else dim for dim in value.shape])
 
 
 def _slice_readers(graph: ir.Graph, buffer: ir.Value, context: ir.Value) -> None:
