@@ -112,13 +112,9 @@ class Engine(Protocol):
     """`ICudaEngine`."""
 
     num_io_tensors: int
-    num_optimization_profiles: int
 
     def get_tensor_name(self, index: int) -> str: ...
-    def get_tensor_mode(self, name: str) -> object: ...
     def get_tensor_dtype(self, name: str) -> object: ...
-    def get_tensor_shape(self, name: str) -> Sequence[int]: ...
-    def get_tensor_location(self, name: str) -> object: ...
     def create_runtime_config(self) -> RuntimeConfig: ...
     def create_execution_context(
         self, runtime_config: RuntimeConfig | None = None
@@ -145,8 +141,6 @@ class TensorRT(Protocol):
     IAttentionInputLayer: Any
     LayerType: Any
     NetworkDefinitionCreationFlag: Any
-    TensorIOMode: Any
-    TensorLocation: Any
 
     def Builder(self, logger: object) -> Builder: ...  # noqa: N802
     def OnnxParser(self, network: Network, logger: object) -> OnnxParser: ...  # noqa: N802
