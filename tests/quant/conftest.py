@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +32,7 @@ from kvgraph.quant.recipe import Recipe
 from kvgraph.quant.scheme import CacheScheme
 from kvgraph.runtime.ort import OrtSession
 from kvgraph.runtime.perplexity import measure_perplexity
+from kvgraph.runtime.session import Ids
 from kvgraph.runtime.tokenizer import Tokenizer
 
 # Stands for a calibrated scale of every input: those of the tiny models reach some 3.
@@ -193,6 +194,27 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bundle]:
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def sequences() -> list[Ids]:
+    """Random tokens for the tiny models to be calibrated on."""
+    random = np.random.default_rng(3)
+    return [random.integers(0, 97, length) for length in (17, 1, 30, 9, 2)]
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[[Bundle, Sequence[Ids]], LayerwiseModel]]:
+    """Opens bundles with their data, and closes them."""
+    weights: list[BundleWeights] = []
+
+    def make(bundle: Bundle, sequences: Sequence[Ids]) -> LayerwiseModel:
+        weights.append(BundleWeights(bundle))
+        return LayerwiseModel(bundle, weights[-1], check_sequences(sequences, bundle, "test"))
+
+    yield make
+    for file in weights:
+        file.close()
 
 
 @pytest.fixture(scope="session")
