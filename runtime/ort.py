@@ -10,6 +10,7 @@ from kvgraph.export.bundle import Bundle
 from kvgraph.export.contract import GRAPHS, Contract, GraphName, TensorSpec, graph_file, hidden_state
 from kvgraph.runtime.checks import check_step
 from kvgraph.runtime.element_types import ort_element_type
+from kvgraph.runtime.kernels import instruction_set
 from kvgraph.runtime.ort_binding import Binding
 from kvgraph.runtime.ort_cache import OrtCache
 from kvgraph.runtime.ort_load import (
@@ -99,6 +100,7 @@ class OrtSession:
             device=device_in_use(self._sessions["decode"]),
             dtype=self._contract.state[0].dtype,
             source=str(bundle.path),
+            kernels=None if library is None else instruction_set(),
         )
 
     @property

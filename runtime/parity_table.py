@@ -89,7 +89,7 @@ def _source_lines(report: ParityReport) -> list[str]:
 
 
 def _session(info: SessionInfo) -> str:
-    return f"{info.runtime} {info.version} on {info.device}, {info.dtype} cache: {info.source}"
+    return f"{info.title}: {info.source}"
 
 
 def _chosen(report: ParityReport) -> list[StepReport]:

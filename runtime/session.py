@@ -28,6 +28,7 @@ class SessionInfo:
         device: "cpu" or "cuda:0", as the runtime itself reports it.
         dtype: Element type of the cache.
         source: The bundle, target or checkpoint that was loaded.
+        kernels: Instruction set of kvgraph's own operators, such as "avx2"; None where the graphs have none of them.
     """
 
     runtime: str
@@ -35,6 +36,13 @@ class SessionInfo:
     device: str
     dtype: str
     source: str
+    kernels: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The runtime, the device and the cache in one line."""
+        own = "" if self.kernels is None else f", {self.kernels} kernels"
+        return f"{self.runtime} {self.version} on {self.device}{own}, {self.dtype} cache"
 
 
 class Cache(Protocol):

@@ -100,7 +100,7 @@ def _setting(report: BenchReport) -> str:
     rows = [
         ("bundle", f"{report.bundle} ({report.model_type}, {report.dtype})"),
         ("target", report.target or "none, the bundle's own graphs"),
-        ("session", f"{session.runtime} {session.version} on {session.device}, {session.dtype} cache"),
+        ("session", session.title),
         ("machine", f"{machine.cpu}, {machine.cores} cores, {_bytes(machine.memory_bytes)}{load}"),
         ("system", f"{machine.system}, Python {machine.python}, NumPy {machine.numpy}"),
         (

@@ -22,7 +22,7 @@ from kvgraph.quant.plan import parse_plan
 from kvgraph.quant.quantizer import quantize_bundle
 from kvgraph.runtime.generate import generate
 from kvgraph.runtime.generation import GenerationParams
-from kvgraph.runtime.kernels import library_path
+from kvgraph.runtime.kernels import instruction_set, library_path
 from kvgraph.runtime.open import open_session
 from kvgraph.runtime.ort import OrtSession
 from kvgraph.runtime.session import Floats, Session
@@ -237,8 +237,10 @@ def test_the_tiny_model_tells_the_same_story(repository: Path, exported: Callabl
     bundle = exported(repository / "tests" / "tiny_model" / "model")
     build_ort_cpu(bundle)
     prompts = [[1, 45, 230, 17], [1, 300, 8]]
+    sessions = [open_session(bundle, "ort-cpu", threads=1), open_session(bundle, threads=1)]
     stories = [
         [one.token_ids for one in generate(session, prompts, GenerationParams(max_new_tokens=40))]
-        for session in (open_session(bundle, "ort-cpu", threads=1), open_session(bundle, threads=1))
+        for session in sessions
     ]
     assert stories[0] == stories[1]
+    assert [session.info.kernels for session in sessions] == [instruction_set(), None]
