@@ -153,7 +153,7 @@ def write_band(writer: WeightsWriter, stored: StoredWeight, band: QuantizedWeigh
         return
     place = 0 if block is None else first // block * outputs
     scale = band.scale.astype(NUMPY_TYPES[stored.scale.dtype])
-    writer.write(stored.scale.name, _bytes(scale), place * scale.itemsize)
+    writer.write(stored.scale.name, array_bytes(scale), place * scale.itemsize)
     if stored.zero_point is not None and zero_point is not None:
         writer.write(stored.zero_point.name, pack(zero_point, bits).data, place * bits // 8)
     _write_global_scale(writer, stored, band, first == 0)
@@ -173,7 +173,7 @@ def _write_global_scale(
     writer: WeightsWriter, stored: StoredWeight, part: QuantizedWeight, first: bool
 ) -> None:
     if stored.global_scale is not None and first:
-        writer.write(stored.global_scale.name, _bytes(np.array(part.global_scale, np.float32)))
+        writer.write(stored.global_scale.name, array_bytes(np.array(part.global_scale, np.float32)))
 
 
 def _write_outputs(
@@ -199,5 +199,6 @@ def _signed(values: NDArray[np.generic], bits: int) -> NDArray[np.generic]:
     return (values.view(np.uint8) ^ np.uint8(1 << (bits - 1))).view(NUMPY_TYPES[f"int{bits}"])
 
 
-def _bytes(array: NDArray[Any]) -> memoryview:
+def array_bytes(array: NDArray[Any]) -> memoryview:
+    """What a file stores of an array whose elements fill bytes."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

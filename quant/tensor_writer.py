@@ -21,7 +21,14 @@ from kvgraph.quant.quantized_weight import (
     quantize_finite,
     round_channels,
 )
-from kvgraph.quant.storage import PartPlace, StoredWeight, plan_parts, write_band, write_part
+from kvgraph.quant.storage import (
+    PartPlace,
+    StoredWeight,
+    array_bytes,
+    plan_parts,
+    write_band,
+    write_part,
+)
 from kvgraph.quant.tensor_jobs import TensorJob
 
 # Weights that an algorithm rounds at a time, 16 MB in float32; the search of a clip ratio holds about six times that.
@@ -215,14 +222,14 @@ def _write_rescaled(
             stored = result.astype(values.dtype)
         if not np.isfinite(as_float32(stored)).all():
             raise ValueError(f"{job.source}: rescaled, it is out of the range of {values.dtype.name}")
-        writer.write(job.name, _bytes(stored), offset)
+        writer.write(job.name, array_bytes(stored), offset)
         offset += stored.nbytes
 
 
 def _copy(writer: WeightsWriter, weights: FloatWeights, job: TensorJob) -> None:
     offset = 0
     for _, values in _pieces(weights, job.source):
-        writer.write(job.name, _bytes(values), offset)
+        writer.write(job.name, array_bytes(values), offset)
         offset += values.nbytes
 
 
@@ -236,7 +243,3 @@ def _pieces(weights: FloatWeights, name: str) -> Iterator[tuple[int, NDArray[np.
     step = max(1, _PIECE_BYTES * rows // max(stored.size, 1))
     for start in range(0, rows, step):
         yield start, weights.read(name, start, min(start + step, rows))
-
-
-def _bytes(array: NDArray[np.generic]) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
