@@ -78,10 +78,7 @@ def run(args: argparse.Namespace) -> int:
     )
     keeps = _keeps(checkpoint, args.keep_quantized)
     if keeps and plan is not None:
-        raise ValueError(
-            f"{args.checkpoint}: its quantized weights are kept as they are, and --recipe rounds float ones; leave it "
-            "out, or add --no-keep-quantized"
-        )
+        _refuse_both(args.checkpoint, checkpoint)
     if args.sample_text is not None:
         check_sample_text(args, checkpoint)
     bundle = _write(checkpoint, args, options, plan, keeps)
@@ -148,6 +145,16 @@ def _keeps(checkpoint: Checkpoint, asked: bool | None) -> bool:
     if asked is None:
         return checkpoint.source.kind != "gguf" and checkpoint.quantized() is not None
     return asked
+
+
+def _refuse_both(name: str, checkpoint: Checkpoint) -> None:
+    """Refuse --recipe where quantized weights are to be kept."""
+    if checkpoint.quantized() is None:
+        raise ValueError(f"{name}: has no quantized weights to keep; leave --keep-quantized out")
+    raise ValueError(
+        f"{name}: its quantized weights are kept as they are, and --recipe rounds float ones; leave it out, or add "
+        "--no-keep-quantized"
+    )
 
 
 def _types(bundle: Bundle) -> str:
