@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,13 @@ def test_recipes_that_come_with_kvgraph() -> None:
         "uint4-wo": "uint4",
     }
     assert {name for name in recipe_names() if needs_calibration(load_recipe(name))} == {"fp8", "int8-sq"}
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "int8-dynamic"])
+def test_a_recipe_for_all_weights_has_head_and_embedding_besides(name: str) -> None:
+    layers = load_recipe("int8-dynamic" if name == "int8-dynamic" else f"{name}-wo")
+    expected = replace(layers, name=f"{name}-all", lm_head="linear", embedding="linear")
+    assert load_recipe(f"{name}-all") == expected
 
 
 def test_head_and_embedding_are_kept_unless_asked_for() -> None:
