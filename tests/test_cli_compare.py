@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from kvgraph import cli
+from kvgraph.export.targets.ort_cpu import build_ort_cpu
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,17 @@ def test_a_bundle_is_compared_with_another_one(bundle, tmp_path, capsys):
     assert "max error 0, KL 0" in out
 
 
+def test_targets_are_compared_with_each_other(tiny_llama, exported, capsys):
+    """ONNX Runtime has no bfloat16 on a CPU: neither bundle runs by its own graphs there."""
+    narrow = exported(tiny_llama(), dtype="bfloat16")
+    build_ort_cpu(narrow)
+    assert compare(narrow.path, "--target", "ort-cpu", "--against", narrow.path) == 2
+    assert "bfloat16" in capsys.readouterr().err
+    targets = ("--target", "ort-cpu", "--against-target", "ort-cpu")
+    assert compare(narrow.path, *targets, "--against", narrow.path) == 0
+    assert "max error 0, KL 0" in capsys.readouterr().out
+
+
 def test_report_picture_and_polygraphy_files_are_written(bundle, tmp_path, capsys):
     files = [tmp_path / name for name in ("report.json", "errors.png", "steps")]
     flags = ("--json", files[0], "--plot", files[1], "--save-polygraphy", files[2])
@@ -80,6 +92,7 @@ def test_a_text_is_compared_over_its_first_tokens(shared_data, exported, capsys)
         (("--json", "/no/such/report.json"), "/no/such/report.json: its folder does not exist"),
         (("--target", "tensorrt", "--layers"), "--layers compares ONNX graphs on a CPU"),
         (("--checkpoint", "a", "--against", "b"), "not allowed with argument --checkpoint"),
+        (("--against-target", "ort-cpu"), "--against-target names a target of --against, which is missing"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(bundle, capsys, arguments, message):

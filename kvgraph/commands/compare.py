@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint", help="run this checkpoint in PyTorch as the reference (the one that was exported)"
     )
     reference.add_argument("--against", metavar="BUNDLE", help="take another bundle as the reference")
+    parser.add_argument("--against-target", metavar="NAME", help="a target of it, in place of its own graphs")
     parser.add_argument("--target", metavar="NAME", help="judge this target of the bundle")
     parser.add_argument(
         "--text", metavar="FILE", help="compare over this UTF-8 text (a few built-in sentences)"
@@ -87,7 +88,14 @@ def run(args: argparse.Namespace) -> int:
     bundle = Bundle.open(args.bundle)
     candidate = _open_bundle(bundle, args.target, args.layers)
     other = None if args.against is None else Bundle.open(args.against)
-    reference = _open_checkpoint(args, bundle) if other is None else _open_bundle(other, None, args.layers)
+    if other is not None:
+        reference = _open_bundle(other, args.against_target, args.layers)
+    elif args.against_target is None:
+        reference = _open_checkpoint(args, bundle)
+    else:
+        raise ValueError(
+            "--against-target names a target of --against, which is missing; give both, or neither"
+        )
     band = _band(candidate, bundle, *([] if other is None else [other]))
     same_basis = bundle.is_rotated == (other is not None and other.is_rotated)
     if args.layers and not same_basis:
