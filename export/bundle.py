@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvgraph.export.bundle_consistency import check_consistent
-from kvgraph.export.contract import Contract, GraphName, graph_file
+from kvgraph.export.contract import GRAPHS, Contract, GraphName, graph_file
 
 SCHEMA_VERSION = 1
 BUNDLE_FILE = "bundle.json"
@@ -73,6 +73,11 @@ class Bundle:
         """Whether the residual stream and the cache's values are those of the checkpoint in another basis."""
         return any(entry.get(ROTATED, False) for entry in self.weights.values())
 
+    @property
+    def recipe_name(self) -> str | None:
+        """As `--recipe` spells it: "int8-wo", or "prefill=int8-sq,decode=int4-wo"; None for a float bundle."""
+        return _recipe_name(self.recipe)
+
     def graph_path(self, graph: GraphName) -> Path:
         """The ONNX file of a graph."""
         return self.path / graph_file(graph)
@@ -129,6 +134,7 @@ class Bundle:
         try:
             files = {name: FileEntry(**entry) for name, entry in data["files"].items()}
             contract = Contract.from_json(data["contract"])
+            _recipe_name(data["recipe"])
             bundle = cls(**{**data, "path": path, "files": files, "contract": contract})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file}: not a bundle description ({error!r}); export it again") from error
@@ -165,6 +171,13 @@ class Bundle:
         """
         for graph in self.contract.graphs:
             _check_file(self.path, graph_file(graph), self.files[graph_file(graph)], verify=True)
+
+
+def _recipe_name(recipe: Mapping[str, Any] | None) -> str | None:
+    if recipe is None:
+        return None
+    prefill, decode = (recipe[graph]["name"] for graph in GRAPHS)
+    return prefill if prefill == decode else f"prefill={prefill},decode={decode}"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -86,6 +86,7 @@ def _open_ort(
         contract=target.contract,
         folder=target.path if own else None,
         library=_require_library(target) if own else None,
+        target=target.name,
     )
 
 

@@ -47,6 +47,7 @@ class OrtSession:
         contract: What `graphs` promise, default the bundle's contract.
         folder: Where the external data of `graphs` lies, default the bundle.
         library: The shared library of the operators in `graphs` that are not ONNX Runtime's own.
+        target: Name of the target that `graphs` are of, for reports.
 
     Raises:
         ImportError: onnxruntime is not installed.
@@ -66,6 +67,7 @@ class OrtSession:
         contract: Contract | None = None,
         folder: Path | None = None,
         library: Path | None = None,
+        target: str | None = None,
     ) -> None:
         check_providers(providers)
         self._contract = contract or bundle.contract
@@ -101,6 +103,8 @@ class OrtSession:
             dtype=self._contract.state[0].dtype,
             source=str(bundle.path),
             kernels=None if library is None else instruction_set(),
+            recipe=bundle.recipe_name,
+            target=target,
         )
 
     @property

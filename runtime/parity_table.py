@@ -89,7 +89,7 @@ def _source_lines(report: ParityReport) -> list[str]:
 
 
 def _session(info: SessionInfo) -> str:
-    return f"{info.title}: {info.source}"
+    return f"{info.title}: {info.subject}"
 
 
 def _chosen(report: ParityReport) -> list[StepReport]:

@@ -27,8 +27,10 @@ class SessionInfo:
         version: Version of that runtime.
         device: "cpu" or "cuda:0", as the runtime itself reports it.
         dtype: Element type of the cache.
-        source: The bundle, target or checkpoint that was loaded.
+        source: The bundle or checkpoint that was loaded.
         kernels: Instruction set of kvgraph's own operators, such as "avx2"; None where the graphs have none of them.
+        recipe: How the bundle is quantized; None for float weights.
+        target: What `kvgraph build` made of the bundle; None for its own graphs, and for a checkpoint.
     """
 
     runtime: str
@@ -37,6 +39,14 @@ class SessionInfo:
     dtype: str
     source: str
     kernels: str | None = None
+    recipe: str | None = None
+    target: str | None = None
+
+    @property
+    def subject(self) -> str:
+        """What was loaded: the bundle with its recipe and its target, or the checkpoint."""
+        recipe = "" if self.recipe is None else f" ({self.recipe})"
+        return f"{self.source}{recipe}" + ("" if self.target is None else f", target {self.target}")
 
     @property
     def title(self) -> str:

@@ -79,7 +79,9 @@ class TrtSession:
             version=trt.__version__,
             device=f"cuda:{device}",
             dtype=self._target.contract.state[0].dtype,
-            source=str(self._target.path),
+            source=str(bundle.path),
+            recipe=bundle.recipe_name,
+            target=target,
         )
 
     def _load(self, trt: TensorRT, runtime: Runtime, log: MessageLog) -> dict[GraphName, EngineGraph]:

@@ -96,9 +96,10 @@ def render(report: BenchReport) -> str:
 def _setting(report: BenchReport) -> str:
     machine, session, options = report.machine, report.session, report.options
     load = "" if machine.load_average is None else f", load average {machine.load_average:.1f}"
+    kind = [report.model_type, report.dtype, *([] if session.recipe is None else [session.recipe])]
     threads = "one a core" if options.threads is None else str(options.threads)
     rows = [
-        ("bundle", f"{report.bundle} ({report.model_type}, {report.dtype})"),
+        ("bundle", f"{report.bundle} ({', '.join(kind)})"),
         ("target", report.target or "none, the bundle's own graphs"),
         ("session", session.title),
         ("machine", f"{machine.cpu}, {machine.cores} cores, {_bytes(machine.memory_bytes)}{load}"),

@@ -187,7 +187,7 @@ def _open_bundle(bundle: Bundle, target: str | None, layers: bool) -> Session:
     bundle.verify_graphs()
     graphs = _with_hidden_states(bundle, _graph_paths(bundle, target))
     contract = None if target is None else Target.open(bundle, target).contract
-    return ort_session(bundle)(bundle, debug_outputs=True, graphs=graphs, contract=contract)
+    return ort_session(bundle)(bundle, debug_outputs=True, graphs=graphs, contract=contract, target=target)
 
 
 def _graph_paths(bundle: Bundle, target: str | None) -> dict[GraphName, Path]:

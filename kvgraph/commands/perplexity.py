@@ -42,10 +42,9 @@ def run(args: argparse.Namespace) -> int:
     window = min(_DEFAULT_WINDOW, limit) if args.window is None else args.window
     result = measure_perplexity(session, token_ids, window, tokenizer.bos_token_id)
     prefix = "without BOS" if tokenizer.bos_token_id is None else "after BOS"
-    info = session.info
     print(
         f"perplexity {result.perplexity:.4g} over {result.tokens} tokens in {result.windows} windows of {window} "
-        f"{prefix} ({info.runtime} {info.version} on {info.device}, {info.dtype} cache)"
+        f"{prefix} ({session.info.subject}: {session.info.title})"
     )
     return 0
 

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     prompt = _read_prompt(args)
     model = load(args.bundle, args.target, device=args.device, threads=threads_of(args), verify=args.verify)
     info = model.session.info
-    print(f"{info.source}: {info.runtime} {info.version} on {info.device}, {info.dtype}", file=sys.stderr)
+    print(f"{info.subject}: {info.title}", file=sys.stderr)
     if prompt is None:
         _chat(model, options)
     elif num_beams > 1:

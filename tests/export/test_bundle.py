@@ -103,6 +103,13 @@ def test_incomplete_description_names_what_is_missing(copy: Path, key: str) -> N
         Bundle.open(copy)
 
 
+@pytest.mark.parametrize("recipe", [{}, {"prefill": {}, "decode": {}}, "int8-wo"])
+def test_recipe_without_names_is_refused(copy: Path, recipe: object) -> None:
+    edit(copy, lambda data: data.update(recipe=recipe))
+    with pytest.raises(ValueError, match=r"not a bundle description .*export it again"):
+        Bundle.open(copy)
+
+
 def test_unknown_key_is_refused(copy: Path) -> None:
     edit(copy, lambda data: data.update(shards=2))
     with pytest.raises(ValueError, match=r"not a bundle description .*shards"):

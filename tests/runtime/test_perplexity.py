@@ -103,7 +103,7 @@ class TestStories:
     def test_the_command_prints_the_figure_and_the_count(self, bundle, text, capsys):
         assert cli.main(["perplexity", str(bundle.path), "--text", str(text), "--window", "255"]) == 0
         assert capsys.readouterr().out.startswith(
-            "perplexity 6.762 over 1882 tokens in 8 windows of 255 after BOS (onnxruntime "
+            f"perplexity 6.762 over 1882 tokens in 8 windows of 255 after BOS ({bundle.path}: onnxruntime "
         )
 
     @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_logits_that_are_kept_stay_readable(bundle: Bundle, open_fake: OpenFake)
 def test_info_says_what_runs(bundle: Bundle, open_fake: OpenFake) -> None:
     info = open_fake(bundle)[0].info
     assert (info.runtime, info.device, info.dtype) == ("tensorrt-rtx", "cuda:0", "float32")
-    assert info.source.endswith("targets/tensorrt-rtx")
+    assert info.subject == f"{bundle.path}, target tensorrt-rtx"
 
 
 @pytest.mark.parametrize(
