@@ -10,14 +10,14 @@ from kvgraph.export.bundle import Bundle
 from kvgraph.runtime.kernels import library_path
 from kvgraph.runtime.machine import why_no_gpu
 from kvgraph.runtime.session import Session
-from kvgraph.runtime.target import Target, available_targets
+from kvgraph.runtime.target import Target
 from kvgraph.runtime.threads import Threads
 
 if TYPE_CHECKING:
     from kvgraph.runtime.ort import OrtSession
     from kvgraph.runtime.trt import TrtSession
 
-ORT_TARGETS = ("ort-cpu", "ort-cuda")
+ORT_CPU = "ort-cpu"
 TENSORRT_TARGETS = ("tensorrt", "tensorrt-rtx")
 
 
@@ -43,26 +43,23 @@ def open_session(
         FileNotFoundError: The target was not built.
         ValueError: The target's name is unknown, it belongs to another bundle, or the device does not suit it.
     """
-    if target is not None and target not in (*ORT_TARGETS, *TENSORRT_TARGETS):
-        known = ", ".join((*ORT_TARGETS, *TENSORRT_TARGETS))
-        raise ValueError(f"target {target!r} is unknown, expected one of {known}")
-    kind, device_id = _parse_device(device or ("cpu" if target in (None, "ort-cpu") else "cuda"))
-    wanted = {None: kind, "ort-cpu": "cpu"}.get(target, "cuda")
+    if target is not None and target not in (ORT_CPU, *TENSORRT_TARGETS):
+        known = ", ".join((ORT_CPU, *TENSORRT_TARGETS))
+        raise ValueError(
+            f"target {target!r} is unknown, expected one of {known}; without a target ONNX Runtime runs the bundle's "
+            "own graphs, on the device cpu or cuda"
+        )
+    kind, device_id = _parse_device(device or ("cpu" if target in (None, ORT_CPU) else "cuda"))
+    wanted = {None: kind, ORT_CPU: "cpu"}.get(target, "cuda")
     if kind != wanted:
         raise ValueError(f"target {target!r} runs on {wanted}, not on {device!r}; leave the device out")
     if threads is not None and kind != "cpu":
         raise ValueError(f"threads are for a CPU, but the device is {kind}; leave them out")
-    if target == "ort-cuda" and target not in available_targets(bundle):
-        raise FileNotFoundError(
-            f"{bundle.path}: no target 'ort-cuda', and nothing builds one yet; run the bundle itself with the device "
-            f"cuda{'' if (reason := why_no_gpu()) is None else f', on a machine with a GPU: {reason} here'}"
-        )
     built = None if target is None else Target.open(bundle, target, verify)
     if kind == "cuda" and (reason := why_no_gpu()) is not None:
         raise RuntimeError(f"device {device or kind}: there is no GPU, {reason}; run on the device cpu")
-    if built is None or target in ORT_TARGETS:
+    if built is None or target == ORT_CPU:
         return _open_ort(bundle, built, kind, device_id, threads)
-
     return trt_session(bundle)(bundle, built.name, device=device_id)
 
 

@@ -61,7 +61,7 @@ class Target:
         path: The directory.
         schema_version: Version of target.json's form.
         tool_version: kvgraph that built it.
-        name: "ort-cpu", "ort-cuda", "tensorrt" or "tensorrt-rtx".
+        name: "ort-cpu", "tensorrt" or "tensorrt-rtx".
         runtime_version: Version of that runtime at build time.
         compute_capabilities: What an engine runs on, 89 for SM89; empty for a CPU.
         bundle_digest: `Bundle.digest` of the bundle that it was built from.

@@ -86,7 +86,7 @@ def test_a_text_is_compared_over_its_first_tokens(shared_data, exported, capsys)
     [
         (("--checkpoint", "/no/such/checkpoint"), "/no/such/checkpoint"),
         (("--against", "/no/such/bundle"), "/no/such/bundle: no such bundle"),
-        (("--target", "ort-cuda"), "no target 'ort-cuda'"),
+        (("--target", "tensorrt"), "no target 'tensorrt'"),
         (("--text", "/no/such/text"), "kvgraph: error"),
         (("--prefill", "0"), "--prefill is 0"),
         (("--json", "/no/such/report.json"), "/no/such/report.json: its folder does not exist"),

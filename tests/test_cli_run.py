@@ -127,7 +127,10 @@ def test_bundle_without_a_tokenizer_gives_token_ids(tiny_llama, exported, capsys
         (["--prompt", "a", "--early-stopping", "maybe"], "'maybe' is none of true, false, never"),
         (["--chat", "--num-beams", "2"], "--chat shows an answer as it is made"),
         (["--prompt", "a", "--device", "npu"], "device is 'npu'"),
-        (["--prompt", "a", "--target", "ort-cuda"], "no target 'ort-cuda', and nothing builds one yet"),
+        (
+            ["--prompt", "a", "--target", "ort-cuda"],
+            "expected one of ort-cpu, tensorrt, tensorrt-rtx; without",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(bundle, capsys, arguments, message):

@@ -192,10 +192,10 @@ def _open_bundle(bundle: Bundle, target: str | None, layers: bool) -> Session:
 
 def _graph_paths(bundle: Bundle, target: str | None) -> dict[GraphName, Path]:
     """The ONNX files: of a target for ONNX Runtime its own, else the canonical ones."""
-    from kvgraph.runtime.open import ORT_TARGETS
+    from kvgraph.runtime.open import ORT_CPU
     from kvgraph.runtime.target import Target
 
-    owner = Target.open(bundle, target) if target in ORT_TARGETS else bundle
+    owner = Target.open(bundle, ORT_CPU) if target == ORT_CPU else bundle
     return {graph: owner.graph_path(graph) for graph in bundle.contract.graphs}
 
 

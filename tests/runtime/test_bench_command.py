@@ -42,7 +42,7 @@ def test_command_measures_a_bundle_and_writes_the_report(
     ("arguments", "message"),
     [
         (["--context", "8,x"], "'8,x', expected a number"),
-        (["--threads", "1", "--target", "ort-cuda"], "threads are for a CPU, but the device is cuda"),
+        (["--threads", "1", "--target", "tensorrt"], "threads are for a CPU, but the device is cuda"),
         (["--target", "ort-cpu"], "no target 'ort-cpu'"),
     ],
 )

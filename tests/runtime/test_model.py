@@ -1,3 +1,4 @@
+import re
 import sys
 
 import numpy as np
@@ -6,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import kvgraph
+from kvgraph import cli
 from kvgraph.runtime.chat import ChatTemplate
 from kvgraph.runtime.generate import stream
 from kvgraph.runtime.generation import GenerationParams, collect
@@ -183,6 +185,15 @@ def test_ort_cpu_target_runs_a_bfloat16_bundle(tiny_llama, exported):
 def test_wrong_targets_and_devices_are_refused(tiny_llama, exported, arguments, message):
     with pytest.raises(ValueError, match=message):
         load(exported(tiny_llama()).path, **arguments)
+
+
+def test_a_target_is_known_to_run_if_it_can_be_built(tiny_llama, exported, capsys):
+    assert cli.main(["build", "bundle", "--target", "none"]) == 2
+    (choices,) = re.findall(r"\(choose from (.*)\)", capsys.readouterr().err)
+    # Python 3.11 quotes them.
+    known = choices.replace("'", "")
+    with pytest.raises(ValueError, match=f"expected one of {known};"):
+        load(exported(tiny_llama()).path, "none")
 
 
 def test_target_that_was_not_built_names_the_command(tiny_llama, exported):
