@@ -30,6 +30,7 @@ from kvgraph.runtime.generation import GenerationParams
 from kvgraph.runtime.machine import (
     core_count,
     describe_machine,
+    last_level_cache_bytes,
     memory_in_use_bytes,
     peak_memory_bytes,
 )
@@ -258,6 +259,7 @@ def _speeds(
     weights: int, session: Session, options: BenchOptions, decoding: _Decoding
 ) -> tuple[DecodeSpeed, ...]:
     """Tokens and bytes a second at each context, where a step reads so many bytes of weights."""
+    cache_size, bandwidth = last_level_cache_bytes(), decoding.bandwidth
     per_token = cache_bytes_per_token(session.contract)
     speeds = []
     for steps in decoding.steps:
@@ -272,7 +274,7 @@ def _speeds(
             tokens_per_s=options.batch_size / step.median_s,
             bytes_read=bytes_read,
             bytes_per_s=bytes_per_s,
-            bandwidth_share=None if decoding.bandwidth is None else bytes_per_s / decoding.bandwidth,
+            bandwidth_share=None if bandwidth is None or bytes_read < cache_size else bytes_per_s / bandwidth,
         )
         speeds.append(speed)
     return tuple(speeds)

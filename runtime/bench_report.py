@@ -80,8 +80,8 @@ class DecodeSpeed:
         tokens_per_s: Tokens of all rows a second, by the median.
         bytes_read: Weights, cache and what is read of a source that a step has to read, as the bundle stores them.
         bytes_per_s: The same a second, by the median.
-        bandwidth_share: Of the machine's measured memory bandwidth, above 1 where the weights stay in a CPU cache; None
-            where it was not measured.
+        bandwidth_share: Of the machine's measured memory bandwidth; None where it was not measured, and where the
+            processor's last cache holds all that a step reads, so that memory has no part in it.
     """
 
     context: int

@@ -13,7 +13,7 @@ from kvgraph.table import format_table
 from kvgraph.thread_arguments import add_thread_arguments, threads_of
 
 if TYPE_CHECKING:
-    from kvgraph.runtime.bench_report import BenchOptions, BenchReport, DecodeSpeed, Timing
+    from kvgraph.runtime.bench_report import BenchOptions, BenchReport, Timing
     from kvgraph.runtime.session import Session
 
 NAME = "bench"
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 def render(report: BenchReport) -> str:
     """A report as text: the setting, what happens once, and a line for each context."""
-    return "\n\n".join([_setting(report), _phases(report), _decode(report.decode), _memory(report)])
+    return "\n\n".join([_setting(report), _phases(report), _decode(report), _memory(report)])
 
 
 def _setting(report: BenchReport) -> str:
@@ -136,7 +136,8 @@ def _source_rate(report: BenchReport) -> str:
     return "" if report.encode is None else f"{tokens / report.encode.median_s:,.1f} tokens/s"
 
 
-def _decode(speeds: tuple[DecodeSpeed, ...]) -> str:
+def _decode(report: BenchReport) -> str:
+    unshared = "-" if report.memory_bandwidth_bytes_per_s is None else "in cache"
     header = (
         "decode at",
         "slots",
@@ -156,9 +157,9 @@ def _decode(speeds: tuple[DecodeSpeed, ...]) -> str:
             f"{speed.tokens_per_s:,.1f}",
             _bytes(speed.bytes_read),
             f"{_bytes(speed.bytes_per_s)}/s",
-            "-" if speed.bandwidth_share is None else f"{speed.bandwidth_share:.0%}",
+            unshared if speed.bandwidth_share is None else f"{speed.bandwidth_share:.0%}",
         )
-        for speed in speeds
+        for speed in report.decode
     ]
     return format_table([header, *rows], "lrrrrrrrr")
 

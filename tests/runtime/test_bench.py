@@ -89,6 +89,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("time.perf_counter", clock)
     monkeypatch.setattr("kvgraph.runtime.bench.read_bandwidth", lambda threads: BANDWIDTH)
+    monkeypatch.setattr("kvgraph.runtime.bench.last_level_cache_bytes", lambda: 0)
     return clock
 
 
@@ -160,6 +161,16 @@ def test_bandwidth_share_follows_from_the_bytes_of_weights_and_cache(measure: Me
     assert speed.bytes_read == 10 * 2 + 3 * 7 * CACHE_BYTES
     assert speed.bytes_per_s == speed.bytes_read / (DECODE_S + SLOT_S * 7)
     assert speed.bandwidth_share == speed.bytes_per_s / BANDWIDTH
+
+
+def test_there_is_no_share_of_bandwidth_where_a_cache_holds_what_a_step_reads(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_bytes = 10 * 2 + 7 * CACHE_BYTES
+    monkeypatch.setattr("kvgraph.runtime.bench.last_level_cache_bytes", lambda: cache_bytes)
+    report = measure(prompt_tokens=4, new_tokens=2, contexts=(6, 7))
+    assert [speed.bandwidth_share is None for speed in report.decode] == [True, False]
+    assert report.memory_bandwidth_bytes_per_s == BANDWIDTH
 
 
 def test_bandwidth_of_the_host_says_nothing_of_a_gpu(bundle: Bundle, clock: Clock) -> None:

@@ -20,6 +20,8 @@ def test_command_measures_a_bundle_and_writes_the_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvgraph.runtime.bench.read_bandwidth", lambda threads: 1e9)
+    # Between what steps at 8 and at 100 tokens read.
+    monkeypatch.setattr("kvgraph.runtime.bench.last_level_cache_bytes", lambda: 260_032 * 4 + 100_000)
     path, file = exported(shared_data / "stories260k").path, tmp_path / "bench.json"
     sizes = ["--prompt-tokens", "8", "--new-tokens", "4", "--context", "8,100", "--batch", "2", "--runs", "1"]
     assert cli.main(["bench", str(path), *sizes, "--threads", "1", "--json", str(file)]) == 0
@@ -30,12 +32,17 @@ def test_command_measures_a_bundle_and_writes_the_report(
     assert data["decode"][1]["capacity"] == 128  # the buffers double
     # 260,032 parameters (tied, all read) and 2 rows of 100 tokens of 1,280 bytes.
     assert data["decode"][1]["bytes_read"] == 260_032 * 4 + 2 * 100 * 1280
+    assert data["decode"][0]["bandwidth_share"] is None
+    assert data["decode"][1]["bandwidth_share"] == data["decode"][1]["bytes_per_s"] / 1e9
     assert 0 < data["loop_overhead"]["median_s"] < data["time_to_first_token"]["median_s"]
     assert data["session"]["device"] == "cpu"
 
     shown = capsys.readouterr().out
     for text in ("onnxruntime", "prefill", "tokens/s", "100 tokens", "peak memory", data["machine"]["cpu"]):
         assert text in shown
+    short, long = (line for line in shown.splitlines() if line.startswith(("8 tokens", "100 tokens")))
+    assert short.endswith("in cache")
+    assert long.endswith("%")
 
 
 @pytest.mark.parametrize(
