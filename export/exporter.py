@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -32,7 +31,7 @@ from kvgraph.export.passes.bind_capacity import bind_capacity
 from kvgraph.export.trace import fake_model
 from kvgraph.export.weight_bytes import as_bytes, check_tied, one_thread
 from kvgraph.export.weights_file import WEIGHTS_FILE, WeightLayout, plan_layout, write_weights
-from kvgraph.export.writer import writing_directory
+from kvgraph.export.writer import write_description, writing_directory
 from kvgraph.models.checkpoint import Checkpoint
 from kvgraph.models.config import DTYPES, ModelConfig
 from kvgraph.models.family import family
@@ -115,8 +114,7 @@ def export_checkpoint(
             hashes[WEIGHTS_FILE] = _write_weights(path, stream, graphs.traced, graphs.layout)
         _check_graphs(directory, graphs.traced.contract.graphs, graphs.layout)
         bundle = describe_bundle(directory, checkpoint, graphs, hashes, stream is not None)
-        text = json.dumps(bundle.to_json(), indent=1, ensure_ascii=False)
-        (directory / BUNDLE_FILE).write_text(text + "\n", encoding="utf-8")
+        write_description(bundle)
     return Bundle.open(output)
 
 

@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from kvgraph.export.bundle import BUNDLE_FILE, Bundle
+
 _LOCK = ".lock"
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -59,6 +61,31 @@ def writing_directory(
             raise OSError(error.errno, advice, str(destination)) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def refuse_nested(output: str | Path, bundle: Bundle, what: str) -> None:
+    """Refuse an output that is the bundle it is made from, or lies in it or around it.
+
+    Args:
+        output: Where to write.
+        bundle: What is read.
+        what: What that is, for the message.
+
+    Raises:
+        ValueError: It does.
+    """
+    ours, theirs = Path(output).resolve(), bundle.path.resolve()
+    if ours == theirs:
+        raise ValueError(f"{output}: is {what}; choose another output")
+    if ours.is_relative_to(theirs) or theirs.is_relative_to(ours):
+        where = "inside" if ours.is_relative_to(theirs) else "around"
+        raise ValueError(f"{output}: lies {where} {what}, {bundle.path}; choose another output")
+
+
+def write_description(bundle: Bundle) -> None:
+    """Write bundle.json of a bundle into its directory."""
+    text = json.dumps(bundle.to_json(), indent=1, ensure_ascii=False)
+    (bundle.path / BUNDLE_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def _begin(destination: Path) -> tuple[Path, IO[str]]:

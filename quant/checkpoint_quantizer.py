@@ -12,12 +12,12 @@ from kvgraph.export.contract import GRAPHS
 from kvgraph.export.exporter import ExportedGraphs, ExportOptions, describe_bundle, export_graphs
 from kvgraph.export.weight_bytes import one_thread
 from kvgraph.export.weights_file import WEIGHTS_FILE
-from kvgraph.export.writer import writing_directory
+from kvgraph.export.writer import write_description, writing_directory
 from kvgraph.models.checkpoint import Checkpoint
 from kvgraph.models.encoder_decoder_config import EncoderDecoderConfig
 from kvgraph.quant.checkpoint_weights import CheckpointWeights
 from kvgraph.quant.plan import QuantizationPlan, needs_calibration
-from kvgraph.quant.quantizer import fill_bundle, write_description
+from kvgraph.quant.quantizer import fill_bundle
 
 
 def quantize_checkpoint(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ import kvgraph
 from kvgraph.export.bundle import BUNDLE_FILE, TARGETS, Bundle, FileEntry, hash_file
 from kvgraph.export.contract import GRAPHS, GraphName, graph_file
 from kvgraph.export.weights_file import WEIGHTS_FILE, WeightLayout, WeightsWriter, plan_layout
-from kvgraph.export.writer import writing_directory
+from kvgraph.export.writer import refuse_nested, write_description, writing_directory
 from kvgraph.quant.bundle_weights import BundleWeights, FloatWeights
 from kvgraph.quant.evaluation import evaluate_bundle, read_evaluation_text
 from kvgraph.quant.kv_cache import delta_contract, quantize_cache
@@ -133,20 +132,7 @@ def refuse_output(bundle: Bundle, output: str | Path) -> None:
     Raises:
         ValueError: It does.
     """
-    ours, theirs = Path(output).resolve(), bundle.path.resolve()
-    if ours == theirs:
-        raise ValueError(f"{output}: is the bundle to quantize; choose another output")
-    if ours.is_relative_to(theirs) or theirs.is_relative_to(ours):
-        where = "inside" if ours.is_relative_to(theirs) else "around"
-        raise ValueError(
-            f"{output}: lies {where} the bundle to quantize, {bundle.path}; choose another output"
-        )
-
-
-def write_description(bundle: Bundle) -> None:
-    """Write bundle.json of a bundle into its directory."""
-    text = json.dumps(bundle.to_json(), indent=1, ensure_ascii=False)
-    (bundle.path / BUNDLE_FILE).write_text(text + "\n", encoding="utf-8")
+    refuse_nested(output, bundle, "the bundle to quantize")
 
 
 def _refuse(bundle: Bundle, plan: QuantizationPlan, evaluation: Path | None) -> None:
