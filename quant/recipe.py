@@ -34,10 +34,10 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from kvgraph.quant.recipe_files import recipe_names, recipe_text
 from kvgraph.quant.scheme import ActivationScheme, CacheScheme, ModuleScheme, WeightScheme
 
 ALGORITHMS = ("rtn", "gptq", "awq")
@@ -113,12 +113,6 @@ class Recipe:
         return data
 
 
-def recipe_names() -> list[str]:
-    """The recipes that come with kvgraph."""
-    files = resources.files("kvgraph.quant").joinpath("recipes").iterdir()
-    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
-
-
 def load_recipe(name: str) -> Recipe:
     """A recipe by name, or from a .toml or .json file.
 
@@ -127,14 +121,11 @@ def load_recipe(name: str) -> Recipe:
         FileNotFoundError: There is no such file.
     """
     if name in recipe_names():
-        text = (
-            resources.files("kvgraph.quant").joinpath("recipes", f"{name}.toml").read_text(encoding="utf-8")
-        )
-        return parse_recipe(tomllib.loads(text), name)
+        return parse_recipe(tomllib.loads(recipe_text(name)), name)
     path = Path(name)
     if path.suffix not in (".toml", ".json"):
         raise ValueError(
-            f"recipe {name!r} is not known; known are {', '.join(recipe_names())}, or give a .toml file"
+            f"recipe {name!r} is not known; known are {', '.join(recipe_names())}, or give a .toml or .json file"
         )
     text = path.read_text(encoding="utf-8")
     try:

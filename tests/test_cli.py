@@ -17,6 +17,9 @@ from types import ModuleType
 import pytest
 
 from kvgraph import cli
+from kvgraph.quant.plan import needs_calibration
+from kvgraph.quant.recipe import load_recipe
+from kvgraph.quant.recipe_files import recipe_names
 
 HEAVY = ("onnx", "onnxruntime", "tokenizers", "torch", "transformers")
 
@@ -185,6 +188,21 @@ def test_help_of_a_command_says_what_it_does(name: str, capsys: pytest.CaptureFi
     out = " ".join(capsys.readouterr().out.split())
     assert out.startswith(f"usage: kvgraph {name} ")
     assert " ".join(cli.load_command(name).HELP.split()) in out
+
+
+def test_help_lists_the_recipes_that_a_command_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So wide that no name is broken at its dash.
+    monkeypatch.setenv("COLUMNS", "1000")
+    calibrated = {name for name in recipe_names() if needs_calibration(load_recipe(name))}
+    for command, expected in (("quantize", recipe_names()), ("export", {*recipe_names()} - calibrated)):
+        assert cli.main([command, "--help"]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        listed = re.findall(r"Names: (.*?) --(?!calibration)", text)[0]
+        plain, _, with_data = listed.partition("; with --calibration ")
+        assert {*plain.split(", ")} == {*recipe_names()} - calibrated
+        assert {*plain.split(", "), *filter(None, with_data.split(", "))} == {*expected}
 
 
 def test_help_imports_no_command_and_nothing_heavy() -> None:

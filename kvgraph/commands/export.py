@@ -8,6 +8,7 @@ import gc
 from typing import TYPE_CHECKING
 
 from kvgraph.export.collector import without_collecting
+from kvgraph.recipe_argument import add_recipe_argument
 from kvgraph.sample_text import SAMPLE_TOKENS, check_sample_text
 
 if TYPE_CHECKING:
@@ -26,10 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoint", help="Hugging Face directory, GGUF file, hub id, or (with --no-weights) a config.json"
     )
     parser.add_argument("-o", "--output", required=True, metavar="BUNDLE", help="directory to write")
-    parser.add_argument(
-        "--recipe",
-        metavar="NAME|FILE|prefill=NAME,decode=NAME",
-        help="quantize on the way, by a recipe of kvgraph quantize that needs no data; no float bundle is written",
+    add_recipe_argument(
+        parser, "quantize on the way, with no float bundle, by a recipe that needs no data", calibrates=False
     )
     parser.add_argument("--revision", help="branch, tag or commit of a hub checkpoint")
     dtypes = ("float32", "float16", "bfloat16")

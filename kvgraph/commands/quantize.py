@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvgraph.files import check_folder
+from kvgraph.recipe_argument import add_recipe_argument
 
 if TYPE_CHECKING:
     from kvgraph.export.bundle import Bundle
@@ -26,11 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.add_argument("bundle", metavar="BUNDLE", help="float bundle from kvgraph export")
     parser.add_argument("-o", "--output", required=True, metavar="BUNDLE", help="directory to write")
-    parser.add_argument(
-        "--recipe",
-        metavar="NAME|FILE|prefill=NAME,decode=NAME",
-        help="what is quantized and how: a recipe's name, a .toml or .json file, or one for each graph",
-    )
+    add_recipe_argument(parser, "the recipe: what is quantized and how", calibrates=True)
     parser.add_argument(
         "--kv-cache",
         choices=("int8", "fp8"),

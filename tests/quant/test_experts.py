@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.targets.tensorrt import TensorRTOptions, build_tensorrt
 from kvgraph.export.weights_file import WEIGHTS_FILE
-from kvgraph.quant.recipe import recipe_names
+from kvgraph.quant.recipe_files import recipe_names
 from kvgraph.runtime.ort import OrtSession
 from kvgraph.runtime.session import Floats
 

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvgraph.export.bundle import Bundle
 from kvgraph.export.weights_file import WEIGHTS_FILE
-from kvgraph.quant.recipe import load_recipe, recipe_names
+from kvgraph.quant.recipe import load_recipe
+from kvgraph.quant.recipe_files import recipe_names
 from kvgraph.quant.scheme import ActivationScheme, WeightScheme
 from kvgraph.runtime.ort import OrtSession
 from kvgraph.runtime.session import Floats, Ids, Session

@@ -11,7 +11,8 @@ from onnx.reference import ReferenceEvaluator
 
 from kvgraph.quant.formats import FORMATS, Floats
 from kvgraph.quant.quantized_weight import QuantizedWeight, quantize_weight
-from kvgraph.quant.recipe import load_recipe, recipe_names
+from kvgraph.quant.recipe import load_recipe
+from kvgraph.quant.recipe_files import recipe_names
 from kvgraph.quant.scheme import WeightScheme
 
 COMPUTE_TYPES = (np.float32, np.float16, ml_dtypes.bfloat16)

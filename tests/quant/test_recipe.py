@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvgraph.quant.plan import needs_calibration, parse_plan, round_to_nearest
-from kvgraph.quant.recipe import load_recipe, parse_recipe, recipe_names
+from kvgraph.quant.recipe import load_recipe, parse_recipe
+from kvgraph.quant.recipe_files import recipe_names
 from kvgraph.quant.scheme import ActivationScheme, ModuleScheme, WeightScheme
 
 INT8 = ModuleScheme(WeightScheme("int8"))

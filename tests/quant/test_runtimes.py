@@ -14,7 +14,7 @@ from kvgraph.export.contract import GRAPHS
 from kvgraph.export.targets.compute_capabilities import choose_capabilities
 from kvgraph.export.targets.ort_cpu import build_ort_cpu
 from kvgraph.export.targets.tensorrt import TensorRTOptions, build_tensorrt
-from kvgraph.quant.recipe import recipe_names
+from kvgraph.quant.recipe_files import recipe_names
 from kvgraph.runtime.open import open_session
 from kvgraph.runtime.tensorrt_module import load_tensorrt
 
