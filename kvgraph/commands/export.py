@@ -158,7 +158,7 @@ def _refuse_both(name: str, checkpoint: Checkpoint) -> None:
 
 def _types(bundle: Bundle) -> str:
     """Type of the weights, and where they are quantized what brought them."""
-    if bundle.recipe is None:
+    if bundle.recipe_name is None:
         return bundle.dtype
     prefill, decode = (bundle.recipe[graph]["name"] for graph in ("prefill", "decode"))
     names = prefill if prefill == decode else f"prefill={prefill},decode={decode}"
