@@ -190,6 +190,13 @@ def test_help_of_a_command_says_what_it_does(name: str, capsys: pytest.CaptureFi
     assert " ".join(cli.load_command(name).HELP.split()) in out
 
 
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_writes_what_is_to_be_given_in_capitals(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--help"]) == 0
+    arguments = capsys.readouterr().out.partition("positional arguments:\n")[2].split()
+    assert arguments[0].split("|")[0] in ("BUNDLE", "CHECKPOINT")
+
+
 def test_help_lists_the_recipes_that_a_command_takes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

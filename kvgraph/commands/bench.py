@@ -22,7 +22,9 @@ HELP = "measure prefill and decode speed, loop overhead, memory and load time"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
-    parser.add_argument("bundle", metavar="BUNDLE", help="directory that kvgraph export wrote")
+    parser.add_argument(
+        "bundle", metavar="BUNDLE", help="directory that kvgraph export or kvgraph quantize wrote"
+    )
     parser.add_argument("--target", metavar="NAME", help="measure what kvgraph build made for this target")
     parser.add_argument(
         "--device", help="cpu, cuda or cuda:N (default: cpu, or cuda for a target that needs it)"

@@ -29,7 +29,9 @@ _ENGINE_FLAGS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
-    parser.add_argument("bundle", metavar="BUNDLE", help="directory from kvgraph export or kvgraph quantize")
+    parser.add_argument(
+        "bundle", metavar="BUNDLE", help="directory that kvgraph export or kvgraph quantize wrote"
+    )
     parser.add_argument("--target", required=True, choices=_TARGETS, help="what to build")
     parser.add_argument(
         "--kernels",

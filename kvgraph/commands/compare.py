@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", metavar="BUNDLE", help="bundle to judge")
     reference = parser.add_mutually_exclusive_group()
     reference.add_argument(
-        "--checkpoint", help="run this checkpoint in PyTorch as the reference (the one that was exported)"
+        "--checkpoint",
+        help="run this checkpoint in PyTorch as the reference (without --against: the one that the bundle was "
+        "exported from, as bundle.json names it)",
     )
     reference.add_argument("--against", metavar="BUNDLE", help="take another bundle as the reference")
     parser.add_argument("--against-target", metavar="NAME", help="a target of it, in place of its own graphs")

@@ -24,7 +24,9 @@ HELP = "turn a checkpoint into a bundle: its ONNX graphs, their weights and a to
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.add_argument(
-        "checkpoint", help="Hugging Face directory, GGUF file, hub id, or (with --no-weights) a config.json"
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="Hugging Face directory, GGUF file, hub id, or (with --no-weights) a config.json",
     )
     parser.add_argument("-o", "--output", required=True, metavar="BUNDLE", help="directory to write")
     add_recipe_argument(
@@ -44,7 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="refuse a float16 residual stream that overflows on this UTF-8 text, up to its "
         f"{SAMPLE_TOKENS}th token",
     )
-    parser.add_argument("--capacity", type=int, metavar="N", help="write the cache capacity into the graphs")
+    parser.add_argument(
+        "--capacity",
+        type=int,
+        metavar="N",
+        help="write N slots of cache a row into the graphs, for a TensorRT that reads the files itself, without "
+        "kvgraph build: it needs the number (default: none is written, and caches grow as far as the model allows)",
+    )
     parser.add_argument("--no-weights", action="store_true", help="graphs only; a bare config.json is enough")
     parser.add_argument(
         "--debug-outputs", action="store_true", help="make every layer's residual stream an output"

@@ -26,7 +26,9 @@ _TOKEN_IDS = numbers("integers such as 1,2,3")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
-    parser.add_argument("bundle", help="directory that kvgraph export wrote")
+    parser.add_argument(
+        "bundle", metavar="BUNDLE", help="directory that kvgraph export or kvgraph quantize wrote"
+    )
     parser.add_argument("--target", metavar="NAME", help="run what kvgraph build made for this target")
     parser.add_argument(
         "--device", help="cpu, cuda or cuda:N (default: cpu, or cuda for a target that needs it)"
@@ -59,7 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     options.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1: repeat less")
     options.add_argument("--seed", type=int, metavar="N", help="draw the same tokens each time")
-    options.add_argument("--prefill-chunk", type=int, metavar="N", help="feed the prompt N tokens at a time")
+    options.add_argument(
+        "--prefill-chunk",
+        type=int,
+        metavar="N",
+        help="feed the prompt N tokens at a time; default: all at once",
+    )
     options.add_argument("--num-beams", type=int, metavar="N", help="beam search; the text comes at the end")
     options.add_argument(
         "--length-penalty", type=float, metavar="X", help="with beams, above 0: longer texts gain (1)"
