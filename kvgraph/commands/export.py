@@ -168,6 +168,4 @@ def _types(bundle: Bundle) -> str:
     """Type of the weights, and where they are quantized what brought them."""
     if bundle.recipe_name is None:
         return bundle.dtype
-    prefill, decode = (bundle.recipe[graph]["name"] for graph in ("prefill", "decode"))
-    names = prefill if prefill == decode else f"prefill={prefill},decode={decode}"
-    return f"{bundle.dtype}, weights as {names} has them"
+    return f"{bundle.dtype}, weights as {bundle.recipe_name} has them"
