@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvgraph.commands.perplexity import read_text
 from kvgraph.files import check_folder
+from kvgraph.thread_arguments import add_thread_arguments, threads_of
 
 if TYPE_CHECKING:
     from kvgraph.export.bundle import Bundle
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from kvgraph.runtime.parity_bands import Band
     from kvgraph.runtime.parity_report import ParityReport
     from kvgraph.runtime.session import Ids, Session
+    from kvgraph.runtime.threads import Threads
 
 NAME = "compare"
 HELP = "compare a bundle with its checkpoint, or with another bundle, step by step over the same tokens"
@@ -68,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers", action="store_true", help="compare the hidden state after every layer, too"
     )
+    add_thread_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
     parser.add_argument("--plot", metavar="FILE", help="write a picture of the errors as PNG")
     parser.add_argument(
@@ -88,10 +91,11 @@ def run(args: argparse.Namespace) -> int:
         if file is not None:
             check_folder(file)
     bundle = Bundle.open(args.bundle)
-    candidate = _open_bundle(bundle, args.target, args.layers)
+    threads = threads_of(args)
+    candidate = _open_bundle(bundle, args.target, args.layers, threads)
     other = None if args.against is None else Bundle.open(args.against)
     if other is not None:
-        reference = _open_bundle(other, args.against_target, args.layers)
+        reference = _open_bundle(other, args.against_target, args.layers, threads)
     elif args.against_target is None:
         reference = _open_checkpoint(args, bundle)
     else:
@@ -176,12 +180,12 @@ def _open_checkpoint(args: argparse.Namespace, bundle: Bundle) -> Session:
     return open_torch_session(checkpoint, "float32")
 
 
-def _open_bundle(bundle: Bundle, target: str | None, layers: bool) -> Session:
+def _open_bundle(bundle: Bundle, target: str | None, layers: bool, threads: Threads | None) -> Session:
     from kvgraph.runtime.open import open_session, ort_session
     from kvgraph.runtime.target import Target
 
     if not layers:
-        return open_session(bundle, target)
+        return open_session(bundle, target, threads=threads)
     if target not in (None, "ort-cpu"):
         raise ValueError(
             f"--layers compares ONNX graphs on a CPU, target {target!r} is none; leave out one of the two"
@@ -189,7 +193,9 @@ def _open_bundle(bundle: Bundle, target: str | None, layers: bool) -> Session:
     bundle.verify_graphs()
     graphs = _with_hidden_states(bundle, _graph_paths(bundle, target))
     contract = None if target is None else Target.open(bundle, target).contract
-    return ort_session(bundle)(bundle, debug_outputs=True, graphs=graphs, contract=contract, target=target)
+    return ort_session(bundle)(
+        bundle, threads=threads, debug_outputs=True, graphs=graphs, contract=contract, target=target
+    )
 
 
 def _graph_paths(bundle: Bundle, target: str | None) -> dict[GraphName, Path]:

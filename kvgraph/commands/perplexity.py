@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from kvgraph.thread_arguments import add_thread_arguments, threads_of
+
 NAME = "perplexity"
 HELP = "measure the perplexity of a text in consecutive windows, each after BOS where the model has one"
 
@@ -23,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"tokens of a window (the model's positions, at most {_DEFAULT_WINDOW})",
     )
     parser.add_argument("--target", metavar="NAME", help="measure this target of the bundle")
+    add_thread_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     token_ids = tokenizer.encode(read_text(args.text), add_special_tokens=False)
     if not token_ids:
         raise ValueError(f"{args.text}: the text is empty; give one of at least a few tokens")
-    session = open_session(bundle, args.target)
+    session = open_session(bundle, args.target, threads=threads_of(args))
     limit = session.contract.capacity or session.contract.max_positions
     window = min(_DEFAULT_WINDOW, limit) if args.window is None else args.window
     result = measure_perplexity(session, token_ids, window, tokenizer.bos_token_id)

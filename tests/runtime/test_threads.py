@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import onnxruntime
 import pytest
 
+from kvgraph import cli
+from kvgraph.export.bundle import Bundle
 from kvgraph.runtime.threads import Threads
 from kvgraph.thread_arguments import add_thread_arguments, threads_of
 
@@ -93,3 +97,35 @@ def test_cores_bind_the_process() -> None:
         os.sched_setaffinity(0, usable)
     with pytest.raises(ValueError, match="--cores names 100000; this process may use"):
         threads_of(parsed("--cores", "100000"))
+
+
+@pytest.mark.parametrize(
+    ("command", "sessions"),
+    [
+        (["compare", "BUNDLE", "--against", "BUNDLE", "--prefill", "4", "--steps", "2"], 2),
+        (["compare", "BUNDLE", "--against", "BUNDLE", "--prefill", "4", "--steps", "2", "--layers"], 2),
+        (["perplexity", "BUNDLE", "--text", "TEXT", "--window", "32"], 1),
+    ],
+)
+def test_commands_that_measure_a_model_take_them(
+    command: list[str],
+    sessions: int,
+    exported: Callable[..., Bundle],
+    repository: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "text").write_text("Once upon a time there was a cat.", encoding="utf-8")
+    bundle = exported(repository / "tests" / "tiny_model" / "model").path
+    words = {"BUNDLE": str(bundle), "TEXT": str(tmp_path / "text")}
+    seen: list[Threads] = []
+    configure = Threads.configure
+
+    def record(threads: Threads, *arguments: Any) -> None:
+        seen.append(threads)
+        configure(threads, *arguments)
+
+    monkeypatch.setattr(Threads, "configure", record)
+    assert cli.main([*(words.get(word, word) for word in command), "--threads", "1", "--no-spin"]) == 0
+    # A session has a graph for prefill and one for decode.
+    assert seen == [Threads(1, spin=False)] * 2 * sessions
