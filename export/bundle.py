@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from typing import Any
 
 from kvgraph.export.bundle_consistency import check_consistent
 from kvgraph.export.contract import GRAPHS, Contract, GraphName, graph_file
+from kvgraph.export.standalone import Standalone
+from kvgraph.export.weight_kinds import tensor_bytes
 
 SCHEMA_VERSION = 1
 BUNDLE_FILE = "bundle.json"
@@ -48,9 +51,10 @@ class Bundle:
         recipe: Graph -> its quantization recipe; None for a float bundle.
         source: Kind, name, revision and digest of the checkpoint.
         weights: Tensor name -> its dtype, shape, source name and whether it is transposed.
-        files: Name -> size and sha256 of every file except bundle.json and targets.
+        files: Name -> size and sha256 of every file except bundle.json and targets; of one target alone its files, too.
         versions: Packages that made the bundle.
         quantization: What quantization did and what it cost, see `kvgraph.quant.proof`; None for a float bundle.
+        standalone: The one target that there is instead of canonical graphs; None for a whole bundle.
     """
 
     path: Path
@@ -67,6 +71,7 @@ class Bundle:
     files: Mapping[str, FileEntry]
     versions: Mapping[str, str]
     quantization: Mapping[str, Any] | None = None
+    standalone: Standalone | None = None
 
     @property
     def is_rotated(self) -> bool:
@@ -79,15 +84,55 @@ class Bundle:
         return _recipe_name(self.recipe)
 
     def graph_path(self, graph: GraphName) -> Path:
-        """The ONNX file of a graph."""
+        """The canonical ONNX file of a graph.
+
+        Raises:
+            ValueError: The bundle holds a target alone.
+        """
+        self.require_whole("this")
         return self.path / graph_file(graph)
 
     def target_path(self, name: str) -> Path:
         """Where `kvgraph build --target name` puts its work."""
         return self.path / TARGETS / name
 
+    def choose_target(self, asked: str | None) -> str | None:
+        """The target to run: the one asked for, else the one that the bundle holds alone; None for canonical graphs.
+
+        Raises:
+            ValueError: The bundle holds another target alone.
+        """
+        return asked if self.standalone is None else self.standalone.choose(self.path, asked)
+
+    def require_whole(self, what: str) -> None:
+        """Refuse a target alone for what is done with canonical graphs and weights.
+
+        Args:
+            what: That, for the message.
+
+        Raises:
+            ValueError: The bundle holds a target alone.
+        """
+        if self.standalone is not None:
+            self.standalone.refuse(self.path, what)
+
+    def build_command(self, target: str) -> str:
+        """The command that builds a target of this bundle, or again the one that it holds alone."""
+        if self.standalone is None:
+            return f"kvgraph build {self.path} --target {target}"
+        return self.standalone.build_command(self.path, target)
+
+    def weight_sizes(self) -> dict[str, int]:
+        """Tensor name -> its bytes in the canonical weights file."""
+        return {
+            name: tensor_bytes(entry["dtype"], math.prod(entry["shape"]))
+            for name, entry in self.weights.items()
+        }
+
     def digest(self) -> str:
         """sha256 over the names and hashes of the graphs and the weights: what a target is built from."""
+        if self.standalone is not None:
+            return self.standalone.digest
         graphs = [graph_file(graph) for graph in self.contract.graphs]
         parts = [
             f"{name}:{self.files[name].sha256}"
@@ -99,6 +144,9 @@ class Bundle:
     def to_json(self) -> dict[str, Any]:
         """bundle.json's content."""
         data = {key: value for key, value in asdict(self).items() if key != "path"}
+        # So that whole bundles are read by versions that know no others.
+        if self.standalone is None:
+            del data["standalone"]
         return {**data, "contract": self.contract.to_json()}
 
     @classmethod
@@ -115,8 +163,8 @@ class Bundle:
         """
         path = Path(path)
         bundle = cls._parse(path, _read_json(path))
-        for name, entry in bundle.files.items():
-            _check_file(path, name, entry, verify)
+        for name in bundle.files:
+            bundle._check_file(name, verify)
         return bundle
 
     @classmethod
@@ -135,12 +183,14 @@ class Bundle:
             files = {name: FileEntry(**entry) for name, entry in data["files"].items()}
             contract = Contract.from_json(data["contract"])
             _recipe_name(data["recipe"])
-            bundle = cls(**{**data, "path": path, "files": files, "contract": contract})
+            alone = Standalone(**data["standalone"]) if "standalone" in data else None
+            bundle = cls(**{**data, "path": path, "files": files, "contract": contract, "standalone": alone})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file}: not a bundle description ({error!r}); export it again") from error
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
-        if missing := [graph_file(graph) for graph in contract.graphs if graph_file(graph) not in files]:
+        needed = [] if alone else [graph_file(graph) for graph in contract.graphs]
+        if missing := [name for name in needed if name not in files]:
             raise ValueError(f"{file}: does not list {', '.join(missing)}; export the bundle again")
         check_consistent(file, bundle.config, bundle.dtype, bundle.residual_dtype, contract)
         return bundle
@@ -160,17 +210,30 @@ class Bundle:
                 verified.result()
 
     def _verify(self) -> None:
-        for name, entry in self.files.items():
-            _check_file(self.path, name, entry, verify=True)
+        for name in self.files:
+            self._check_file(name, verify=True)
 
     def verify_graphs(self) -> None:
         """Hash the graphs, which are small beside the weights.
 
         Raises:
-            ValueError: One was changed.
+            ValueError: One was changed, or the bundle holds a target alone.
         """
+        self.require_whole("this")
         for graph in self.contract.graphs:
-            _check_file(self.path, graph_file(graph), self.files[graph_file(graph)], verify=True)
+            self._check_file(graph_file(graph), verify=True)
+
+    def _check_file(self, name: str, verify: bool) -> None:
+        """A listed file lies inside the bundle, has its size and, on request, its hash."""
+        file = self.path / name
+        # Links count by where they lead: ONNX Runtime does not follow them out of a model's directory, either.
+        if not file.resolve().is_relative_to(self.path.resolve()):
+            raise ValueError(
+                f"{self.path / BUNDLE_FILE}: file {name!r} leaves the bundle, to {file.resolve()}; refused, copy it in"
+            )
+        alone = self.standalone
+        mend = "export again" if alone is None else f"build it again with {self.build_command(alone.target)}"
+        check_entry(file, self.files[name], BUNDLE_FILE, verify, mend)
 
 
 def _recipe_name(recipe: Mapping[str, Any] | None) -> str | None:
@@ -189,17 +252,6 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"{path}: holds no {BUNDLE_FILE}, so it is not a finished bundle; export it again"
         )
     return read_description(file, "export the bundle again")
-
-
-def _check_file(path: Path, name: str, entry: FileEntry, verify: bool) -> None:
-    """A listed file lies inside the bundle, has its size and, on request, its hash."""
-    file = path / name
-    # Links count by where they lead: ONNX Runtime does not follow them out of a model's directory, either.
-    if not file.resolve().is_relative_to(path.resolve()):
-        raise ValueError(
-            f"{path / BUNDLE_FILE}: file {name!r} leaves the bundle, to {file.resolve()}; refused, copy it in"
-        )
-    check_entry(file, entry, BUNDLE_FILE, verify, "export again")
 
 
 def read_description(file: Path, mend: str) -> dict[str, Any]:

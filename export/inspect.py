@@ -110,6 +110,7 @@ class Inspection:
         recipe: A bundle's quantization recipe.
         source: Where the model comes from.
         versions: What made a bundle.
+        standalone: Name of the target that a bundle holds alone: `operators` are those of its ONNX files then.
     """
 
     kind: Literal["bundle", "checkpoint", "config"]
@@ -128,6 +129,7 @@ class Inspection:
     recipe: Mapping[str, Any] | None
     source: Mapping[str, Any]
     versions: Mapping[str, str]
+    standalone: str | None = None
 
     @property
     def parameters(self) -> int:

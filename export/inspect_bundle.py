@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvgraph.export.bundle import BUNDLE_FILE, TARGETS, Bundle
-from kvgraph.export.contract import GraphName
+from kvgraph.export.contract import GraphName, graph_file
 from kvgraph.export.inspect import BuiltTarget, Inspection, Operators, group_contract, size_cache
 from kvgraph.export.weight_kinds import Weight, group_weights, part_of, size_parts
 
@@ -46,6 +46,7 @@ def inspect_bundle(path: Path, batch_size: int, context: int | None) -> Inspecti
         recipe=bundle.recipe,
         source=bundle.source,
         versions={"kvgraph": bundle.tool_version, **bundle.versions},
+        standalone=None if bundle.standalone is None else bundle.standalone.target,
     )
 
 
@@ -58,7 +59,12 @@ def _is_parameter(bundle: Bundle, name: str) -> bool:
 def _operators(bundle: Bundle) -> Mapping[GraphName, Operators] | None:
     if importlib.util.find_spec("onnx") is None:
         return None
-    return {graph: count_operators(bundle.graph_path(graph)) for graph in bundle.contract.graphs}
+    if bundle.standalone is None:
+        return {graph: count_operators(bundle.graph_path(graph)) for graph in bundle.contract.graphs}
+    # An engine has none that could be told.
+    folder = bundle.target_path(bundle.standalone.target)
+    built = {graph: folder / graph_file(graph) for graph in bundle.contract.graphs}
+    return {graph: count_operators(path) for graph, path in built.items() if path.is_file()}
 
 
 def count_operators(path: Path) -> Operators:

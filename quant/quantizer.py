@@ -136,6 +136,7 @@ def refuse_output(bundle: Bundle, output: str | Path) -> None:
 
 
 def _refuse(bundle: Bundle, plan: QuantizationPlan, evaluation: Path | None) -> None:
+    bundle.require_whole("kvgraph quantize")
     if bundle.recipe is not None:
         names = dict.fromkeys(recipe["name"] for recipe in bundle.recipe.values())
         raise ValueError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -72,6 +72,7 @@ def bench(
     Raises:
         ValueError: The prompt, the new tokens or a context do not fit into the cache.
     """
+    target = bundle.choose_target(target)
     machine = describe_machine()
     start = time.perf_counter()
     session = open_session()
@@ -114,22 +115,29 @@ def weights_read(bundle: Bundle, target: str | None = None, batch_size: int = 1)
     That is all of them except those of prefill or an encoder alone, and embedding tables: of those a step reads a row,
     unless the table is the head too. Of experts it is those that the rows choose, each its own.
     """
-    own = None if target is None else bundle.target_path(target) / WEIGHTS_FILE
-    path = own if own is not None and own.is_file() else bundle.path / WEIGHTS_FILE
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    header.pop("__metadata__", None)
     tables = (_POSITION_TABLE,) if bundle.config["tie_word_embeddings"] else (_POSITION_TABLE, _TOKEN_TABLE)
     num_experts = bundle.config.get("num_local_experts") or bundle.config.get("num_experts") or 1
     chosen = min(num_experts, batch_size * bundle.config.get("num_experts_per_tok", 1))
     sizes = [
-        (entry["data_offsets"][1] - entry["data_offsets"][0]) * (chosen if _EXPERTS in name else num_experts)
-        for name, entry in header.items()
+        size * (chosen if _EXPERTS in name else num_experts)
+        for name, size in _weight_sizes(bundle, target).items()
         if not name.startswith((_PREFILL, _ENCODER))
         and not any(part in name for part in _CROSS)
         and not name.removeprefix(_DECODE).startswith(tables)
     ]
     return int(sum(sizes) // num_experts)
+
+
+def _weight_sizes(bundle: Bundle, target: str | None) -> Mapping[str, int]:
+    """Tensor name -> bytes in the target's weights file or the bundle's; an engine that is alone holds its own."""
+    own = None if target is None else bundle.target_path(target) / WEIGHTS_FILE
+    path = own if own is not None and own.is_file() else bundle.path / WEIGHTS_FILE
+    if bundle.standalone is not None and not path.is_file():
+        return bundle.weight_sizes()
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__", None)
+    return {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in header.items()}
 
 
 def cache_bytes_per_token(contract: Contract) -> int:

@@ -143,7 +143,8 @@ def load(
 
     Args:
         path: The bundle.
-        target: Name of what `kvgraph build` made of it; None runs the ONNX files themselves.
+        target: Name of what `kvgraph build` made of it; None runs the ONNX files themselves, or the one target that a
+            bundle holds alone.
         device: "cpu", "cuda" or "cuda:1"; default "cpu", and "cuda" for targets that are made for a GPU.
         threads: What computes on a CPU: a number of threads, default one a core, or more about them.
         verify: Hash all files, and not only compare their sizes.
@@ -160,8 +161,10 @@ def load(
     """
     bundle = Bundle.open(path, verify)
     tokenizer = Tokenizer.load(bundle.path, bundle.config) if TOKENIZER in bundle.files else None
+    # A target that is alone is among the bundle's own files.
+    unverified = verify and bundle.standalone is None
     model = Model(
-        session=open_session(bundle, target, device, threads=threads, verify=verify),
+        session=open_session(bundle, target, device, threads=threads, verify=unverified),
         tokenizer=tokenizer,
         chat_template=None if tokenizer is None else ChatTemplate.load(bundle.path, tokenizer),
         eos_token_ids=tuple(bundle.config["eos_token_ids"]) if tokenizer is None else tokenizer.eos_token_ids,

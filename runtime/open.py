@@ -31,6 +31,8 @@ def open_session(
 ) -> Session:
     """A session over a bundle's canonical graphs, or over what `kvgraph build` made of them.
 
+    Of a bundle that holds a target alone, that is what runs.
+
     Args:
         bundle: What to run.
         target: Name of a target; None runs prefill.onnx and decode.onnx themselves under ONNX Runtime.
@@ -43,6 +45,7 @@ def open_session(
         FileNotFoundError: The target was not built.
         ValueError: The target's name is unknown, it belongs to another bundle, or the device does not suit it.
     """
+    target = bundle.choose_target(target)
     if target is not None and target not in (ORT_CPU, *TENSORRT_TARGETS):
         known = ", ".join((ORT_CPU, *TENSORRT_TARGETS))
         raise ValueError(
@@ -82,19 +85,19 @@ def _open_ort(
         graphs={graph: path.read_bytes() for graph, path in sources.items()},
         contract=target.contract,
         folder=target.path if own else None,
-        library=_require_library(target) if own else None,
+        library=_require_library(bundle, target) if own else None,
         target=target.name,
     )
 
 
-def _require_library(target: Target) -> Path:
+def _require_library(bundle: Bundle, target: Target) -> Path:
     """The operators that a target was built with."""
     library = library_path()
     if library is None:
         raise RuntimeError(
             f"{target.path}: built for kvgraph's own CPU kernels, which this installation lacks: it was made without a "
-            f"C++ compiler. Install kvgraph where there is one, or build the target again: kvgraph build "
-            f"{target.path.parent.parent} --target {target.name} --kernels onnxruntime"
+            f"C++ compiler. Install kvgraph where there is one, or build the target again: "
+            f"{bundle.build_command(target.name)} --kernels onnxruntime"
         )
     return library
 

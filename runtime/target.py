@@ -152,17 +152,17 @@ class Target:
                 f"{path / TARGET_FILE}: not a target description ({error}); build it again"
             ) from error
 
-    def check_runtime(self, version: str, compute_capability: int) -> None:
+    def check_runtime(self, version: str, compute_capability: int, again: str) -> None:
         """Refuse an engine of another TensorRT or for another GPU, before it is deserialized.
 
         Args:
             version: Of the installed TensorRT.
             compute_capability: Of the device, 89 for SM89.
+            again: The command that builds the target, `Bundle.build_command`.
 
         Raises:
             ValueError: The engine does not run there; the message says what it was built for.
         """
-        again = f"kvgraph build {self.path.parent.parent} --target {self.name}"
         if version != self.runtime_version:
             raise ValueError(
                 f"{self.path / TARGET_FILE}: built with {self.name} {self.runtime_version}, {version} is installed, "
@@ -193,4 +193,4 @@ def _read_json(bundle: Bundle, path: Path) -> dict[str, Any]:
 
 
 def _build_again(bundle: Bundle, name: str) -> str:
-    return f"build it with kvgraph build {bundle.path} --target {name}"
+    return f"build it with {bundle.build_command(name)}"

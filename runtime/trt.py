@@ -67,7 +67,8 @@ class TrtSession:
             raise ValueError(f"{self._target.path}: not an engine, which this session runs")
         trt = trt or load_tensorrt(target)
         self._cuda = Cuda(device, cuda_runtime)
-        self._target.check_runtime(trt.__version__, self._cuda.compute_capability)
+        again = bundle.build_command(target)
+        self._target.check_runtime(trt.__version__, self._cuda.compute_capability, again)
         self._limits: Limits = self._target.limits
         log = collect_messages(trt)
         runtime = trt.Runtime(log)

@@ -40,11 +40,12 @@ class BuiltTarget:
 
 
 def require_weights(bundle: Bundle) -> None:
-    """Refuse a bundle of graphs alone.
+    """Refuse a bundle of graphs alone, or of a target alone.
 
     Raises:
         ValueError: The bundle has no weights.
     """
+    bundle.require_whole("kvgraph build")
     if WEIGHTS_FILE not in bundle.files:
         raise ValueError(
             f"{bundle.path}: has graphs and no weights, nothing to build; export without --no-weights"

@@ -45,6 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ort-cpu only: what a float cache is kept in; float16 halves its memory, and cannot hold keys and values "
         "beyond 65504 (default: float32)",
     )
+    parser.add_argument(
+        "--standalone",
+        metavar="DIR",
+        help="also write a bundle of this target alone, which runs without BUNDLE: description, tokenizer, target",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="with --standalone: replace a bundle that is there"
+    )
     engine = parser.add_argument_group("engines of TensorRT and TensorRT-RTX")
     engine.add_argument("--max-batch", type=int, metavar="N", help="most rows (default 1)")
     engine.add_argument(
@@ -84,15 +92,38 @@ def run(args: argparse.Namespace) -> int:
     from kvgraph.export.bundle import Bundle
 
     bundle = Bundle.open(args.bundle)
+    bundle.require_whole("kvgraph build")
     bundle.verify_graphs()
-    target = _build_tensorrt(bundle, args) if args.target in _TENSORRT else _build_ort(bundle, args)
+    if args.standalone is not None:
+        return _build_alone(bundle, args)
+    if args.force:
+        raise ValueError("--force is for --standalone DIR, a target is always replaced; leave it out")
+    _print_target(_build(bundle, args))
+    return 0
+
+
+def _build(bundle: Bundle, args: argparse.Namespace) -> Target:
+    return _build_tensorrt(bundle, args) if args.target in _TENSORRT else _build_ort(bundle, args)
+
+
+def _build_alone(bundle: Bundle, args: argparse.Namespace) -> int:
+    from kvgraph.export.targets.standalone import build_standalone
+    from kvgraph.runtime.target import Target
+
+    alone = build_standalone(bundle, args.standalone, lambda: _build(bundle, args), force=args.force)
+    _print_target(Target.open(bundle, args.target))
+    size = sum(entry.size for entry in alone.files.values())
+    print(f"{alone.path}: the target {args.target} alone, {len(alone.files)} files, {size / 1e6:.1f} MB")
+    return 0
+
+
+def _print_target(target: Target) -> None:
     size = sum(entry.size for entry in target.files.values())
     devices = ", ".join(f"SM{capability}" for capability in target.compute_capabilities) or "CPU"
     print(
         f"{target.path}: {target.name} {target.runtime_version}, {devices}, {', '.join(target.files)}, "
         f"{size / 1e6:.1f} MB, {target.build_time_s:.1f} s"
     )
-    return 0
 
 
 def _build_tensorrt(bundle: Bundle, args: argparse.Namespace) -> Target:

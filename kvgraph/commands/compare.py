@@ -91,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
         if file is not None:
             check_folder(file)
     bundle = Bundle.open(args.bundle)
+    if args.save_polygraphy is not None:
+        bundle.require_whole("--save-polygraphy")
     threads = threads_of(args)
     candidate = _open_bundle(bundle, args.target, args.layers, threads)
     other = None if args.against is None else Bundle.open(args.against)
@@ -186,6 +188,7 @@ def _open_bundle(bundle: Bundle, target: str | None, layers: bool, threads: Thre
 
     if not layers:
         return open_session(bundle, target, threads=threads)
+    bundle.require_whole("--layers")
     if target not in (None, "ort-cpu"):
         raise ValueError(
             f"--layers compares ONNX graphs on a CPU, target {target!r} is none; leave out one of the two"

@@ -77,6 +77,8 @@ def _summary(found: Inspection) -> str:
     source = " ".join(str(value) for key, value in found.source.items() if value and key != "digest")
     rows = [("kind", found.kind), ("model_type", found.model_type), ("dtype", found.dtype)]
     rows += [("source", source), ("digest", found.source["digest"])]
+    if found.standalone is not None:
+        rows.append(("holds", f"the target {found.standalone} alone"))
     if found.recipe is not None:
         names = [f"{graph} {recipe['name']}" for graph, recipe in found.recipe.items()]
         rows.append(("recipe", ", ".join(names)))
@@ -132,7 +134,7 @@ def _contract(groups: Sequence[TensorGroup]) -> str:
 
 
 def _operators(found: Inspection) -> str:
-    if found.kind != "bundle":
+    if found.kind != "bundle" or found.operators == {}:
         return ""
     if found.operators is None:
         return "operators\n  onnx is not installed; to count them install kvgraph[export]"

@@ -68,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
     from kvgraph.quant.rotated_bundle import rotated_bundle
 
     plan = _plan(args)
-    refuse_output(Bundle.open(args.bundle), args.output)
+    source = Bundle.open(args.bundle)
+    source.require_whole("kvgraph quantize")
+    refuse_output(source, args.output)
     # Before calibration, which may take an hour; without, while the weights are rounded.
     at_once = args.calibration is not None or plan.rotated
     source = Bundle.open(args.bundle, verify=at_once)

@@ -81,7 +81,7 @@ def test_an_engine_of_another_version_is_refused(bundle: Bundle, edit: Callable[
     with pytest.raises(
         ValueError, match=r"built with tensorrt-rtx 1\.6\.0\.99, 1\.7\.1\.116 is installed.*build again"
     ):
-        target.check_runtime("1.7.1.116", 89)
+        target.check_runtime("1.7.1.116", 89, bundle.build_command("tensorrt-rtx"))
 
 
 def test_an_engine_for_another_gpu_is_refused(bundle: Bundle, edit: Callable[..., None]) -> None:
@@ -90,11 +90,11 @@ def test_an_engine_for_another_gpu_is_refused(bundle: Bundle, edit: Callable[...
     with pytest.raises(
         ValueError, match=r"built for SM80, SM86, this GPU is SM89; .* --compute-capability 89"
     ):
-        target.check_runtime("1.7.1.116", 89)
+        target.check_runtime("1.7.1.116", 89, bundle.build_command("tensorrt-rtx"))
 
 
-def test_an_engine_that_fits_is_taken(target: Target) -> None:
-    target.check_runtime("1.7.1.116", 120)
+def test_an_engine_that_fits_is_taken(bundle: Bundle, target: Target) -> None:
+    target.check_runtime("1.7.1.116", 120, bundle.build_command("tensorrt-rtx"))
 
 
 def test_a_newer_form_is_refused(bundle: Bundle, edit: Callable[..., None]) -> None:
