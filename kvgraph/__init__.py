@@ -10,13 +10,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvgraph.runtime.generation import Event, Generation, Options
     from kvgraph.runtime.model import Model, load
+    from kvgraph.runtime.threads import Threads
 
-__all__ = ["Model", "__version__", "load"]
+__all__ = ["Event", "Generation", "Model", "Options", "Threads", "__version__", "load"]
 
 __version__ = "0.1.0"
 
-_PUBLIC = {"Model": "kvgraph.runtime.model", "load": "kvgraph.runtime.model"}
+# Public name -> the module that has it.
+_PUBLIC = {
+    "Event": "kvgraph.runtime.generation",
+    "Generation": "kvgraph.runtime.generation",
+    "Model": "kvgraph.runtime.model",
+    "Options": "kvgraph.runtime.generation",
+    "Threads": "kvgraph.runtime.threads",
+    "load": "kvgraph.runtime.model",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -24,3 +34,7 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -16,9 +16,26 @@ EarlyStopping = bool | Literal["never"]
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of `Model.generate` and `Model.stream`: the fields of both kinds of parameters.
+    """Keyword arguments of `Model.generate` and `Model.stream`; each may be left out, its default is in brackets.
 
-    See `GenerationParams` and `SamplingParams` for what they mean; what is left out has the default there.
+    Attributes:
+        temperature: 0 takes the likeliest token; otherwise logits are divided by it (0).
+        top_k: Draw from the k likeliest tokens; 0: from all (0).
+        top_p: Draw from the fewest tokens whose probabilities reach p (1).
+        min_p: Draw from tokens at least min_p times as likely as the likeliest (0).
+        repetition_penalty: Above 1, tokens of the prompt and the text so far become less likely (1).
+        seed: Draws the same tokens each time: row i with seed + i, or with the i-th of several seeds (None).
+        max_new_tokens: Most tokens a row; None goes on until the cache is full (None).
+        eos_token_ids: Tokens of which any ends a row; None takes the model's (None).
+        stop: A text, or several of which any, that ends a row and is no part of it (none).
+        logprobs: Give log-probabilities of the chosen token and of so many of the likeliest (None).
+        prefill_chunk: Most prompt tokens in one call of the session; None feeds a prompt at once (None).
+        num_beams: Continuations of a prompt that compete; 1 is no beam search (1).
+        length_penalty: With beams, above 0: longer texts gain (1).
+        early_stopping: With beams, when a row ends that has `num_beams` finished texts: True at once, False when no
+            beam looks better, "never" when none can become better (False).
+
+    `kvgraph.runtime.generation.GenerationParams` and `kvgraph.runtime.sampling.SamplingParams` have the details.
     """
 
     temperature: float

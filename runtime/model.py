@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import Any, Never, Unpack, overload
 
 import numpy as np
 
@@ -55,10 +55,12 @@ class Model:
 
         Args:
             prompt: A text or token ids, or a list of texts or of lists of token ids.
-            options: Greedy and up to the end of the text or of the cache by default; see `Options`.
+            options: `kvgraph.Options`: temperature, top_k, top_p, min_p, repetition_penalty, seed, max_new_tokens,
+                eos_token_ids, stop, logprobs, prefill_chunk, num_beams, length_penalty, early_stopping. Without any
+                it takes the likeliest token, up to the end of the text or of the cache.
 
         Raises:
-            TypeError: A prompt or an option is of another type.
+            TypeError: A prompt or an option is of another type, or an option is unknown.
             ValueError: One is out of its range. Nothing has been computed then.
         """
         params = self.params(options)
@@ -69,7 +71,7 @@ class Model:
     def stream(
         self, prompt: Prompt | list[str] | list[list[int]], **options: Unpack[Options]
     ) -> Iterator[Event]:
-        """The same, token by token; arguments and errors as for `generate`, raised at once.
+        """The same, token by token, as a `kvgraph.Event` each; arguments and errors as for `generate`, raised at once.
 
         Example:
             for event in model.stream("Once upon a time", max_new_tokens=50):
@@ -138,27 +140,37 @@ def load(
     device: str | None = None,
     threads: int | Threads | None = None,
     verify: bool = False,
+    **unknown: Never,
 ) -> Model:
     """Open a bundle for generation.
 
     Args:
-        path: The bundle.
+        path: The bundle's directory, a str or a Path.
         target: Name of what `kvgraph build` made of it; None runs the ONNX files themselves, or the one target that a
             bundle holds alone.
         device: "cpu", "cuda" or "cuda:1"; default "cpu", and "cuda" for targets that are made for a GPU.
-        threads: What computes on a CPU: a number of threads, default one a core, or more about them.
-        verify: Hash all files, and not only compare their sizes.
+        threads: What computes on a CPU: an int, the number of threads (default: one a core), or a `kvgraph.Threads`,
+            which says also on which cores, and whether they spin while they wait.
+        verify: A bool: hash all files, and not only compare their sizes.
+        unknown: Nothing; what is given here is refused with the names that are known.
 
     Raises:
         FileNotFoundError: There is no such bundle, or no such target in it.
         ImportError: The runtime is not installed; the message names the extra to install.
-        ValueError: A file is damaged or does not fit the others.
+        TypeError: An argument is unknown.
+        ValueError: A file is damaged or does not fit the others, or the device does not suit the target.
         RuntimeError: The runtime does not load the graphs.
 
     Example:
         model = kvgraph.load("my-model")
         print(model.generate("Once upon a time", max_new_tokens=50).text)
+        fast = kvgraph.load("my-model", "ort-cpu", threads=kvgraph.Threads(cores=(0, 1)))
     """
+    if unknown:
+        raise TypeError(
+            f"load does not know {', '.join(sorted(unknown))}; known are target, device, threads, verify, and options "
+            "of a text go to generate or stream"
+        )
     bundle = Bundle.open(path, verify)
     tokenizer = Tokenizer.load(bundle.path, bundle.config) if TOKENIZER in bundle.files else None
     # A target that is alone is among the bundle's own files.

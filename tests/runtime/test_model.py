@@ -1,3 +1,5 @@
+import ast
+import inspect
 import re
 import sys
 
@@ -12,6 +14,7 @@ from kvgraph.runtime.chat import ChatTemplate
 from kvgraph.runtime.generate import stream
 from kvgraph.runtime.generation import GenerationParams, collect
 from kvgraph.runtime.model import Model, load
+from kvgraph.runtime.threads import Threads
 
 PROMPTS = [[5], [7, 8, 9], [4, 90, 3, 21, 60]]
 # As ../shared/data/README.md gives it.
@@ -82,8 +85,37 @@ def test_chat_is_encoded_without_further_special_tokens(toy, letters):
 def test_public_names_are_those_of_the_runtime():
     assert kvgraph.load is load
     assert kvgraph.Model is Model
+    assert kvgraph.Threads is Threads
+    assert [name for name in kvgraph.__all__ if name not in dir(kvgraph) or not hasattr(kvgraph, name)] == []
     with pytest.raises(AttributeError, match="no attribute 'unload'"):
         kvgraph.unload  # noqa: B018
+
+
+def test_every_option_is_documented():
+    for name in kvgraph.Options.__annotations__:
+        assert f"\n    {name}: " in inspect.getdoc(kvgraph.Options)
+        assert re.search(rf"\b{name}\b", inspect.getdoc(Model.generate))
+    for name in inspect.signature(load).parameters:
+        assert f"\n    {name}: " in inspect.getdoc(load)
+
+
+def test_defaults_are_those_that_the_documentation_names():
+    text = " ".join(inspect.getdoc(kvgraph.Options).split())
+    params = GenerationParams()
+    for name in kvgraph.Options.__annotations__:
+        (written,) = re.findall(rf" {name}: [^()]*\((\w+)\)\.", text)
+        default = getattr(params.sampling if hasattr(params.sampling, name) else params, name)
+        assert (() if written == "none" else ast.literal_eval(written)) == default
+
+
+def test_an_argument_that_load_does_not_know_is_refused_with_those_it_does(tmp_path):
+    with pytest.raises(
+        TypeError, match="load does not know dtype; known are target, device, threads, verify"
+    ):
+        load(tmp_path, dtype="float16")
+    known = ", ".join(list(inspect.signature(load).parameters)[1:-1])
+    with pytest.raises(TypeError, match=f"known are {known}, and"):
+        load(tmp_path, top_k=5)
 
 
 def test_tokens_equal_those_of_transformers(tiny_llama, exported):
