@@ -83,6 +83,27 @@ class _Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"kvgraph: error: {message}; see `{self.prog} --help`\n")
 
 
+class _Version(argparse.Action):
+    """Prints the version; what kernels there are is looked up only then."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:  # noqa: A002
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *arguments: object) -> None:
+        print(f"kvgraph {__version__} (CPU kernels: {_cpu_kernels()})")
+        parser.exit()
+
+
+def _cpu_kernels() -> str:
+    """Instruction set of the operators of the ort-cpu target, or why there are none."""
+    from kvgraph.runtime.kernels import instruction_set
+
+    try:
+        return instruction_set() or "none, no C++ compiler at installation"
+    except OSError as error:  # a library of another machine
+        return f"none, {error}"
+
+
 def load_command(name: str) -> Command:
     """The module of a command in `COMMANDS`."""
     return cast("Command", importlib.import_module(f"kvgraph.commands.{name}"))
@@ -91,7 +112,7 @@ def load_command(name: str) -> Command:
 def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     """The parser of the whole command line, with the flags of the command `chosen` alone."""
     parser = _Parser(prog="kvgraph", description=_DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"kvgraph {__version__}")
+    parser.add_argument("--version", action=_Version, help="show the version, and which CPU kernels it has")
     debug_help = "show the traceback of an error"
     parser.add_argument("--debug", action="store_true", help=debug_help)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

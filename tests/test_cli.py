@@ -20,6 +20,7 @@ from kvgraph import cli
 from kvgraph.quant.plan import needs_calibration
 from kvgraph.quant.recipe import load_recipe
 from kvgraph.quant.recipe_files import recipe_names
+from kvgraph.runtime.kernels import instruction_set
 
 HEAVY = ("onnx", "onnxruntime", "tokenizers", "torch", "transformers")
 
@@ -161,10 +162,31 @@ def test_wrong_usage_is_one_line_and_exit_code_two(
     assert part in err
 
 
-def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+def broken(path: str) -> object:
+    raise OSError("wrong ELF class")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, instruction_set() or "none, no C++ compiler at installation"),
+        ({"library_path": lambda: None}, "none, no C++ compiler at installation"),
+        ({"library_path": lambda: Path("x.so"), "ctypes.CDLL": broken}, "none, wrong ELF class"),
+    ],
+    ids=["here", "without a compiler", "broken"],
+)
+def test_version_is_that_of_the_package_with_its_kernels(
+    changes: dict[str, object],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in changes.items():
+        monkeypatch.setattr(f"kvgraph.runtime.kernels.{name}", value)
     assert cli.main(["--version"]) == 0
 
-    assert capsys.readouterr().out == f"kvgraph {importlib.metadata.version('kvgraph')}\n"
+    version = importlib.metadata.version("kvgraph")
+    assert capsys.readouterr().out == f"kvgraph {version} (CPU kernels: {expected})\n"
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,6 +238,15 @@ def test_help_imports_no_command_and_nothing_heavy() -> None:
     loaded = run_python(
         "import sys; from kvgraph.cli import main; main(['--help']); "
         f"print([name for name in sys.modules if name in {HEAVY} or name.startswith('kvgraph.commands.')])"
+    )
+
+    assert loaded.splitlines()[-1] == "[]"
+
+
+def test_version_imports_nothing_heavy() -> None:
+    loaded = run_python(
+        "import sys; from kvgraph.cli import main; main(['--version']); "
+        f"print([name for name in sys.modules if name in {(*HEAVY, 'numpy')}])"
     )
 
     assert loaded.splitlines()[-1] == "[]"

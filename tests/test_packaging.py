@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import kvgraph
-from kvgraph.runtime.kernels import library_path
+from kvgraph.runtime.kernels import instruction_set, library_path
 
 STAGES = ("export", "models", "quant", "runtime")
 METADATA_FILES = ("pyproject.toml", "README.md", "LICENSE")
@@ -139,7 +139,8 @@ def test_installed_command_starts(installed: Path) -> None:
 
     printed = run_python("-S", "-P", str(script), "--version", path=(installed,))
 
-    assert printed == f"kvgraph {kvgraph.__version__}\n"
+    kernels = instruction_set() or "none, no C++ compiler at installation"
+    assert printed == f"kvgraph {kvgraph.__version__} (CPU kernels: {kernels})\n"
 
 
 def test_version_is_the_same_in_code_and_metadata(pyproject: dict[str, Any]) -> None:
