@@ -237,10 +237,13 @@ def test_ort_cpu_target_computes_the_same(
     copy, text = tmp_path / "copy", tmp_path / "source.txt"
     shutil.copytree(bundle, copy)
     text.write_text(SENTENCE)
-    assert main(["build", str(copy), "--target", "ort-cpu", "--kernels", kernels]) == 0
-    flags = ["--target", "ort-cpu", "--text", str(text), "--prefill", "5", "--steps", "9"]
-    assert main(["compare", str(copy), *flags]) == 0
-    assert "cross tensors, in band" in capsys.readouterr().out
+    build = ["build", str(copy), "--target", "ort-cpu", "--kernels", kernels]
+    assert main([*build, "--standalone", str(tmp_path / "alone")]) == 0
+    flags = ["--text", str(text), "--prefill", "5", "--steps", "9"]
+    assert main(["compare", str(copy), "--target", "ort-cpu", *flags]) == 0
+    shutil.rmtree(copy)
+    assert main(["compare", str(tmp_path / "alone"), *flags]) == 0
+    assert capsys.readouterr().out.count("cross tensors, in band") == 2
 
 
 @pytest.mark.parametrize(
