@@ -17,8 +17,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from kvgraph.export.bfloat16 import BFLOAT16, widen
 from kvgraph.export.bundle import Bundle
-from kvgraph.export.weight_kinds import element_bits, tensor_bytes
+from kvgraph.export.weight_kinds import element_bits
 from kvgraph.export.weights_file import WEIGHTS_FILE, StoredTensor
 from kvgraph.quant.formats import Floats
 
@@ -27,7 +28,7 @@ NUMPY_TYPES: dict[str, np.dtype[np.generic]] = {
     "float64": np.dtype(np.float64),
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "bfloat16": BFLOAT16,
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
     "int64": np.dtype(np.int64),
     "int32": np.dtype(np.int32),
@@ -37,7 +38,7 @@ NUMPY_TYPES: dict[str, np.dtype[np.generic]] = {
     "uint4": np.dtype(ml_dtypes.uint4),
     "float4_e2m1": np.dtype(ml_dtypes.float4_e2m1fn),
 }
-_BFLOAT16, _INT4 = NUMPY_TYPES["bfloat16"], NUMPY_TYPES["int4"]
+_INT4 = NUMPY_TYPES["int4"]
 
 
 class FloatWeights(Protocol):
@@ -171,9 +172,8 @@ def as_float32(values: NDArray[np.generic]) -> Floats:
 
     The types of ml_dtypes hold up every other thread while they are converted: the common ones go by way of integers.
     """
-    if values.dtype == _BFLOAT16:
-        bits = values.view(np.uint16).astype(np.uint32)
-        return np.left_shift(bits, 16, out=bits).view(np.float32)
+    if values.dtype == BFLOAT16:
+        return widen(values)
     if values.dtype == _INT4:
         # Only the low half of a byte counts: 8 to 15 are -8 to -1.
         codes = values.view(np.uint8) & np.uint8(0x0F)
@@ -187,7 +187,7 @@ def round_to(values: Floats, kind: np.dtype[np.generic]) -> Floats:
     """Values rounded to another type of floats, to nearest and ties to even, as float32; may change `values`."""
     if kind == np.float32:
         return values
-    if kind != _BFLOAT16 or not values.flags.c_contiguous:
+    if kind != BFLOAT16 or not values.flags.c_contiguous:
         return as_float32(values.astype(kind))
     bits = values.view(np.uint32)
     # Half of the last bit that stays, less one where that bit is even.
@@ -216,16 +216,16 @@ def _locate(path: Path, descriptor: int, bundle: Bundle) -> dict[str, StoredTens
         header = json.loads(os.pread(descriptor, length, 8))
     except ValueError as error:
         raise ValueError(f"{path}: not a safetensors file ({error}); export the bundle again") from error
-    tensors = {}
+    tensors, sizes = {}, bundle.weight_sizes()
     for name, entry in bundle.weights.items():
         if name not in header:
             raise ValueError(f"{path}: does not hold {name!r}, which bundle.json lists; export it again")
         start, stop = header[name]["data_offsets"]
-        shape = tuple(entry["shape"])
-        expected = tensor_bytes(entry["dtype"], math.prod(shape))
+        expected = sizes[name]
         if stop - start != expected or not 0 <= start <= stop <= size - 8 - length:
             raise ValueError(
                 f"{path}: {name!r} has bytes {start} to {stop}, bundle.json asks for {expected}; export it again"
             )
-        tensors[name] = StoredTensor(name, entry["dtype"], shape, 8 + length + start, expected)
+        place = 8 + length + start
+        tensors[name] = StoredTensor(name, entry["dtype"], tuple(entry["shape"]), place, expected)
     return tensors

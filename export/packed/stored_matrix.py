@@ -14,13 +14,13 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from kvgraph.export.bfloat16 import BFLOAT16, widen
 from kvgraph.runtime.kernels.weights import Codes
 
 # What the values of a matrix are: floats; signed bytes with one scale a column or one a block; half bytes in blocks,
 # without and with a zero point.
 Kind = Literal["float", "int8", "int8-block", "int4", "uint4"]
 
-_BFLOAT16 = ir.DataType.BFLOAT16.numpy()
 _HALF_BYTES = (ir.DataType.INT4, ir.DataType.UINT4)
 
 
@@ -105,10 +105,7 @@ class MatrixReader:
         """The scales of some columns as float32: [blocks, stop - start], one block where all inputs share one."""
         assert self._scale is not None, "floats have no scales"
         scales = self._read(self._scale, start, stop)
-        if scales.dtype == _BFLOAT16:
-            # The type's own conversion takes several times as long, and holds up other threads.
-            return (scales.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return scales.astype(np.float32)
+        return widen(scales) if scales.dtype == BFLOAT16 else scales.astype(np.float32)
 
     def zero_points(self, start: int, stop: int) -> NDArray[np.uint8]:
         """The zero points of some columns, [blocks, stop - start], counted as the codes are."""
