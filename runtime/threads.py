@@ -3,7 +3,8 @@
 Each session has threads of its own, which go on spinning for 20 to 40 ms after a call. Where a bundle needs two
 sessions, those of the one that has just run take cores from the other. So sessions that take turns stop spinning when
 a call ends (`session.force_spinning_stop`), and spin within it as ever. Measured on two cores, other processes kept off
-them, a 135M shape with INT8 prefill and INT4 decode; ranges are those of the fastest medians of three series:
+them, a 135M shape with INT8 prefill and INT4 decode; ranges are those of three series, of which each gave its fastest
+median (of prompts, its fastest one):
 
 | | 8 decode steps after 512 tokens | chunks of 16 tokens and decode steps in turns | prompt, tokens/s |
 |---|---|---|---|
